@@ -28,6 +28,7 @@ class Executor(Protocol):
     as_one: bool  # whether the operations of a wave are one call
     split: SplitOperations | None  # does I and W; None: it cannot split a backward
     whole: str  # why it cannot
+    by_group: bool  # whether it does groups of micro-batches as a whole
     undoes: bool  # whether a micro-batch whose forward fails can be taken back (`undo`)
 
     def record(self, on: bool) -> None:

@@ -26,6 +26,7 @@ class StageExecutor:
 
     as_one = False  # each operation is a call
     whole = ""
+    by_group = False
     undoes = True  # every operation leaves its results in the stages and the link
 
     def __init__(self, worker: Worker) -> None:

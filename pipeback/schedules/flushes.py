@@ -1,7 +1,8 @@
-"""Flushes: schedules that consist of equal flushes, each of so many micro-batches, which begin and end with an empty
-pipeline.
+"""Flushes: schedules that consist of equal groups of micro-batches, whose operations may be done in any order that data
+flow allows, since all of them run on the same weights.
 
-All operations of a flush run on the same weights, so that they may be done in any order that data flow allows.
+These are flushes, which begin and end with an empty pipeline; and the groups between two updates of a pipeline that is
+never emptied, if a method runs each of them on one older version of the weights.
 """
 
 from __future__ import annotations
@@ -18,10 +19,13 @@ from pipeback.schedules.split import unsplit, whole_in_flight, zero_bubble_in_fl
 
 @dataclass(frozen=True)
 class Flushes:
-    """A schedule of flushes of `every` micro-batches. turns: 0, since stages are not all busy at a tick."""
+    """A schedule of flushes of `every` micro-batches. slack: not 0 if the pipeline is never emptied: how many forwards
+    a stage runs ahead of the next one. turns: 0, since stages are not all busy at a tick.
+    """
 
     schedule: Schedule
     every: int
+    slack: int = 0
     turns: int = 0
 
     def rounds(self, stage: int, stages: int, first: int) -> Iterator[Op]:
@@ -31,21 +35,21 @@ class Flushes:
 
 
 class FlushSpan(NamedTuple):
-    """All stages, at the beginning of a flush. ticks: the micro-batches of the flush, which have all arrived."""
+    """All stages, at the beginning of a flush or a group. ticks: its micro-batches, which have all arrived."""
 
     stages: range
     ticks: int
 
 
 def in_flushes(schedule: Schedule) -> Flushes | None:
-    """Return a schedule as flushes of several micro-batches; None if it has none.
+    """Return a schedule as flushes, or groups of several micro-batches; None if it has none.
 
     >>> from pipeback.schedules.programs import flowing, one_f_one_b
-    >>> in_flushes(one_f_one_b(4)).every, in_flushes(flowing(0, every=3)).every, in_flushes(flowing(2))
+    >>> in_flushes(one_f_one_b(4)).every, in_flushes(flowing(1, every=3)).every, in_flushes(flowing(2))
     (4, 3, None)
     """
     if isinstance(schedule, Flowing):
-        return None if schedule.slack or schedule.every == 1 else Flushes(schedule, schedule.every)
+        return None if schedule.every == 1 else Flushes(schedule, schedule.every, schedule.slack)
     inner = unsplit(schedule)
     known = flushed_in_flight, zero_bubble_in_flight
     if isinstance(inner, partial) and any(count(inner, 0, 1) is not None for count in known):
@@ -57,22 +61,38 @@ def flying(schedule: Schedule, stages: int) -> list[int]:
     """Return for every stage the most micro-batches in flight within the flushes of such a schedule, if B is whole."""
     inner = unsplit(schedule)
     if isinstance(inner, Flowing):
-        return [1] * stages
+        return [inner.slack * (stages - 1 - s) + 1 for s in range(stages)]
     known = [flushed_in_flight(inner, s, stages) or whole_in_flight(inner, s, stages) for s in range(stages)]
     return [n for n in known if n is not None]
 
 
 def next_flush(
-    every: int, forwards: Sequence[int], backwards: Sequence[int], updated: Sequence[int], arrived: int
+    flow: Flushes, forwards: Sequence[int], backwards: Sequence[int], updated: Sequence[int], arrived: int
 ) -> FlushSpan | None:
-    """Return the flush that begins now; None if the pipeline is not empty, or not all of its micro-batches are here.
+    """Return the flush or the group that begins now; None if the pipeline is not empty, or not all is here by which
+    stage 0 updates.
 
     forwards, backwards, updated: per stage, the micro-batches that have gone so far.
 
-    >>> next_flush(4, [8, 8], [8, 8], [8, 8], 13)
+    >>> from pipeback.schedules.programs import fill_drain, flowing
+    >>> next_flush(in_flushes(fill_drain(4)), [8, 8], [8, 8], [8, 8], 12)
     FlushSpan(stages=range(0, 2), ticks=4)
+    >>> next_flush(in_flushes(flowing(1, every=4)), [8, 8], [8, 8], [8, 8], 12) is None
+    True
     """
-    first = updated[0]
-    if arrived - first < every or first % every or not all(first == n for n in (*forwards, *backwards, *updated)):
+    first, every, ahead = updated[0], flow.every, flow.slack * (len(forwards) - 1)
+    if arrived - first < every + ahead or first % every:
         return None
-    return FlushSpan(range(len(forwards)), every)
+    return FlushSpan(range(len(forwards)), every) if {*forwards, *backwards, *updated} == {first} else None
+
+
+def next_group(flow: Flushes, forwards: Sequence[int], arrived: int) -> int | None:
+    """Return the micro-batch with which a group begins that can be done as a whole, if the forwards before it are done
+    and none after it; None if none can.
+
+    >>> from pipeback.schedules.programs import flowing
+    >>> next_group(in_flushes(flowing(1, every=4)), [9, 8], 17)
+    12
+    """
+    first = -(-forwards[0] // flow.every) * flow.every
+    return first if flow.slack and arrived - first >= flow.every + flow.slack * (len(forwards) - 1) else None

@@ -13,30 +13,18 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, starmap
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
-from pipeback.schedules.flushes import Flushes, FlushSpan, in_flushes, next_flush
+from pipeback.schedules.flushes import Flushes, FlushSpan, in_flushes, next_flush, next_group
 from pipeback.schedules.foreseen import Foreseen, richest
 from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, next_span
 from pipeback.schedules.split import after, splits
+from pipeback.schedules.waves import Ops as Ops  # executors take both from here
+from pipeback.schedules.waves import Wave as Wave
 from pipeback.schedules.worker_turns import Turns, by_worker
-
-Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
-
-
-class Wave(NamedTuple):
-    """Operations of one kind, at most one per stage, upstream first.
-
-    The forwards of a wave run in the order given, as one may feed the next. The backwards or updates of a wave do not
-    depend on each other, so that they can run as one.
-    """
-
-    kind: Kind
-    ops: list[tuple[int, int]]  # (stage, micro-batch)
-
 
 POLICIES = ("grouped", "upstream", "sticky", "random", "streaming", "skewed")
 FAR = 64  # the most operations that are looked at in advance
@@ -70,6 +58,7 @@ class Order:
         # does ticks at which stages do the same, or a flush, and says how many; and is told when others follow
         self.leap: Callable[[TickSpan | FlushSpan], int] | None = None
         self.landed: Callable[[], None] = lambda: None
+        self.by_group = False  # whether `leap` does groups as a whole
         self.restart(schedule)
 
     def restart(self, schedule: Schedule) -> None:
@@ -81,6 +70,7 @@ class Order:
         self._flow = flushes or (schedule if isinstance(schedule, Flowing) and schedule.every == 1 else None)
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
+        self._ends = False  # whether the programs end with a group, so that the next one can be done as a whole
         self._leapt = [0] * n  # rounds of each stage that `leap` has done, and by which they have not been either
         self._turns: list[Turns] = []  # of each worker, where these decide and not the policy
         if isinstance(schedule, Placed):
@@ -341,10 +331,21 @@ class Order:
         return self._heads[0] is not None and self._awaits_input(0, self._heads[0])
 
     def _span(self) -> TickSpan | FlushSpan | None:
-        flow, counts = self._flow, (self.forwards, self.backwards, self.updated, self.arrived - self.start)
+        flow = self._flow
         if isinstance(flow, Flushes):
-            return next_flush(flow.every, *counts)
-        return next_span(flow.turns, *counts) if flow is not None and flow.turns else None
+            return self._group(flow) if self.by_group else None
+        arrived, turns = self.arrived - self.start, 0 if flow is None else flow.turns
+        return next_span(turns, self.forwards, self.backwards, self.updated, arrived) if turns else None
+
+    def _group(self, flow: Flushes) -> FlushSpan | None:
+        """Return the group that begins now; if one can soon, leave the forwards after it until it does."""
+        arrived, end = self.arrived - self.start, next_group(flow, self.forwards, self.arrived - self.start)
+        if not self._ends and end is not None:
+            self._ends = True
+            for s, program in enumerate(self._programs):
+                self._programs[s] = until(self._rest(s, program), end, self.backwards[s], self.updated[s])
+                self._heads[s] = next(self._programs[s], None)
+        return next_flush(flow, self.forwards, self.backwards, self.updated, arrived)
 
     def skip(self, span: TickSpan | FlushSpan, ticks: int) -> None:
         """Count as done so many ticks of a span."""
@@ -363,7 +364,8 @@ class Order:
     def _land(self) -> None:
         """Go on with the programs after rounds that `leap` has done."""
         self.landed()
-        if any(self._leapt):
+        if any(self._leapt) or (self._ends and not any(self._heads)):
+            self._ends = False
             leapt, self._leapt = self._leapt, [0] * self.stages
             self._begin_rounds(leapt)
 

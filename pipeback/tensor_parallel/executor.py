@@ -23,6 +23,7 @@ class TensorExecutor:
 
     apart = True  # backwards one by one, in the order in which the other ranks do them
     as_one = False  # each operation is a call
+    by_group = False
     split: SplitOperations | None = None
     whole = "several ranks compute it together"  # and both parts of a backward would exchange tensors
     undoes = False  # another rank of the group may have gone on

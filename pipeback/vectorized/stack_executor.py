@@ -15,7 +15,7 @@ from pipeback.schedules.flushes import FlushSpan
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
-from pipeback.vectorized.flushes.whole_flush import WholeFlush
+from pipeback.vectorized.flushes.whole_flush import WholeFlush, able
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.ticks.steady import Steady
 
@@ -39,7 +39,7 @@ class StackExecutor:
         self._mixed = False  # whether some flights of stacked stages are autograd graphs, from a state
         self._steady: Steady | None = None
         self._whole: WholeFlush | None = None
-        self._flushes = False  # whether it can do whole flushes
+        self.by_group = able(worker)
 
     def record(self, on: bool) -> None:
         """Raise ValueError if operations are to be measured."""
@@ -65,11 +65,10 @@ class StackExecutor:
 
     def _flush(self, order: Order, span: FlushSpan) -> int:
         worker = self.worker
+        if not self.by_group:
+            return 0
         if self._whole is None:
             self._whole = WholeFlush(worker, self._one_by_one, self.stacks, self.judged)
-            self._flushes = self._whole.able
-        if not self._flushes:
-            return 0
         self._whole.run(order.start + order.updated[0], span.ticks, worker.method.schedule_at(order.start, span.ticks))
         return span.ticks
 

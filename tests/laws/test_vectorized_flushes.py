@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 import pipeback
+from pipeback import methods
 from tests.helpers.choice import mostly_rare
 from tests.laws.as_one import FLUSH, S, Twice, block, doubles, model, pipelines, pushed, same
 from tests.laws.cases import CASES, OPTIMIZERS, everything, pipeline, weights
@@ -210,3 +211,74 @@ def test_the_training_mode_and_hooks_are_seen(flushed):
         found.append([torch.stack(losses), weights(pipe)])
     same(*found)
     assert len(heard) == 2 * 16
+
+
+# groups of a pipeline that is never emptied, all of which run on one older version
+
+
+def two_versions(m=S + 1, slack=1):
+    return methods.create("pipedream_2bw", micro_batches=m, slack=slack)
+
+
+@pytest.mark.parametrize("sizes", [(50,), (9, 1, 23, 2, 15), (40, 3, 30, 30, 16, 50)], ids=str)
+@pytest.mark.parametrize(("method", "optimizer"), [
+    (two_versions(), "momentum"), (two_versions(11), "adamw"), (two_versions(2 * S, 2), "momentum"),
+], ids=["least", "more", "slack2"])  # fmt: skip
+def test_groups_between_two_updates(method, optimizer, sizes, flushed):
+    one, other = pipelines(method, optimizer)
+    same(pushed(other, sizes), pushed(one, sizes))
+    assert sorted(other.ledger) == sorted(one.ledger)
+    assert [s.peak_flights for s in other._engine.stages] == [s.peak_flights for s in one._engine.stages]
+    assert [s.version for s in other._engine.stages] == [s.version for s in one._engine.stages]
+    m, ahead = method.micro_batches, method.slack * (S - 1)
+    least = sum(max(0, size - ahead) // m - 1 for size in sizes if size >= ahead + m)
+    assert len(flushed) >= max(least, sizes[0] >= ahead + m) and set(flushed) <= {m}
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.02}, {"micro_batch_size": 2}], ids=str)
+def test_options_of_groups(options, flushed):
+    one, other = pipelines(two_versions(), **options)
+    same(pushed(other, (40, 30)), pushed(one, (40, 30)))
+    assert len(flushed) >= 4
+
+
+def test_rates_between_groups(flushed):
+    """Those of a group's last micro-batch count; some are pushed at others."""
+    found = []
+    for pipe in pipelines(two_versions()):
+
+        def slower(n, pipe=pipe):
+            for optimizer in pipe.optimizers:
+                optimizer.param_groups[0]["lr"] *= 0.7
+
+        found.append(pushed(pipe, (37, 30, 27), slower))
+    same(*reversed(found))
+    assert len(flushed) >= 4
+
+
+@pytest.mark.parametrize("at", [24, 30, 37])
+@pytest.mark.parametrize("saved", [False, True])
+def test_states_amid_groups_go_on(saved, at, flushed):
+    x, y = (torch.cat(some) for some in zip(*doubles(80), strict=True))
+    pipes = list(pipelines(two_versions()))
+    whole, before, after = pipes[0], list(pipelines(two_versions()))[saved], pipes[1]
+    for pipe in (whole, before):
+        pipe.push(x[: 3 * at], y[: 3 * at])
+    after.load_state_dict(before.state_dict())
+    for pipe in (whole, after):
+        pipe.push(x[3 * at :], y[3 * at :])
+    same([weights(after)], [weights(whole)])
+    whole.drain()
+    after.drain()
+    same([weights(after)], [weights(whole)])
+    assert flushed
+
+
+def test_losses_that_are_read_between_groups(flushed):
+    found = []
+    for pipe in pipelines(two_versions()):
+        xs, ys = map(torch.cat, zip(*doubles(150), strict=True))
+        losses = [pipe.push(x, y).double() + 0 for x, y in zip(xs.split(90), ys.split(90), strict=True)]
+        found.append([torch.stack(losses), weights(pipe)])
+    same(*reversed(found))
+    assert len(flushed) >= 8

@@ -39,6 +39,11 @@ from pipeback.vectorized.tracing.forms import Kind, floating, leaves
 Left = tuple[Any, Sequence[Tensor]]  # the graphs of a stage, and what its F has saved for B
 
 
+def able(worker: Worker) -> bool:
+    """Whether a worker can do whole flushes, or groups."""
+    return len(worker.stages) == worker.count and worker.stages[worker.last].judges and flushes(worker.method)
+
+
 class WholeFlush:
     """Does flushes for a worker that has all stages. one_by_one: does operations of stages that are no graphs.
 
@@ -55,18 +60,13 @@ class WholeFlush:
         self._weights = {s: list(stage.module.parameters()) for s, stage in worker.stages.items()}
         self._held: tuple[int, list[int]] = 0, []  # micro-batches per flush, and the most in flight at each stage
 
-    @property
-    def able(self) -> bool:
-        """Whether the worker can do whole flushes."""
-        worker = self.worker
-        return len(worker.stages) == worker.count and worker.stages[worker.last].judges and flushes(worker.method)
-
     def run(self, first: int, count: int, schedule: Schedule) -> None:
-        """Do the flush of `count` micro-batches from `first` on, which have all arrived."""
+        """Do the flush or the group of `count` micro-batches from `first` on, which have all arrived."""
         worker, mbs = self.worker, range(first, first + count)
         if self._held[0] != count:
             self._held = count, flying(schedule, worker.count)
         stages = list(worker.stages.values())
+        held: Any = worker.residence.forward([(s, first) for s in worker.stages])  # an older version, for all of them
         try:
             for some in self._passes(mbs):
                 self._pass(some)
@@ -75,9 +75,14 @@ class WholeFlush:
                 for i in mbs:
                     stage.flights.pop(i, None)
             raise
+        finally:
+            worker.residence.after_backward(held)
+        versions = {stage.index: h.version for h in held for stage in h.team.stages}
         for stage, held in zip(stages, self._held[1], strict=True):
             stage.note_flights(held)
-        records = [(2 * s + back, stage.version) for s, stage in worker.stages.items() for back in (0, 1)]
+        records = [
+            (2 * s + back, versions.get(s, stage.version)) for s, stage in worker.stages.items() for back in (0, 1)
+        ]
         worker.ledger.put_off(len(records) * count, partial(_records, records, mbs))
         worker.update([(s, mbs[-1]) for s in worker.stages])
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from pipeback.methods.base import Method, When, described, overrides
+from pipeback.methods.base import HOOKS, Method, When, described, overrides
 from pipeback.schedules.flushes import in_flushes
 from pipeback.schedules.programs import Flowing
 
@@ -21,9 +21,11 @@ def leaps(method: Method) -> bool:
 
 
 def flushes(method: Method) -> bool:
-    """Whether a method consists of flushes, within which a stage can do all micro-batches at once."""
-    shifts = overrides(method, "forward_weights") or overrides(method, "backward_weights")
-    return in_flushes(method.schedule) is not None and method.copies == "live" and not shifts
+    """Whether a method consists of flushes or groups, of which a stage can do all micro-batches at once."""
+    found = in_flushes(method.schedule)
+    if found is None or found.slack:
+        return found is not None and method.fixed_groups
+    return method.copies == "live" and not any(overrides(method, hook) for hook in HOOKS[:2])
 
 
 def why_not(method: Method) -> str | None:

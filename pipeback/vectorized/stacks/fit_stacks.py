@@ -215,7 +215,8 @@ def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tupl
 
 def _judged_flush(stack: Stack, asked: Request) -> tuple[bool, str]:
     """Return whether the stages should do the micro-batches of a flush at once, and what is told of it."""
-    as_one = f"{'as a graph' if stack.alone else 'as one'} in whole flushes"
+    groups = "groups" if any(asked.method.delays(asked.stages)) else "flushes"
+    as_one = f"{'as a graph' if stack.alone else 'as one'} in whole {groups}"
     if torch.are_deterministic_algorithms_enabled() and asked.vectorize == "auto":  # times must not change bits
         return True, as_one
     times = stack.flush_gain(asked.flush)
