@@ -59,7 +59,7 @@ class Stacking:
         """The micro-batches of a flush that this worker does as a whole; 0 if there is none."""
         from pipeback.vectorized.stacks.eligible import flushes
 
-        if self._outside or self._holding.shared or not flushes(self._method):
+        if self._holding.shared or not flushes(self._method, outside=self._outside):
             return 0
         found = in_flushes(self._method.schedule_at(0, self._pushed))
         return 0 if found is None or found.every == 1 else found.every  # a single one gains nothing

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from pipeback.schedules.flushes import FlushSpan
+from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
@@ -36,6 +37,11 @@ class Executor(Protocol):
 
     def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
         """Do as many ticks of a span as possible without any work per stage, or a flush; return their number."""
+
+    def begin_flush(self, first: int, count: int, schedule: Schedule) -> bool:
+        """Begin the flush of so many micro-batches, as far as it goes before the newest is judged outside; return
+        whether it was begun.
+        """
 
     def land(self) -> None:
         """Let stages and worker know of the ticks that were leapt."""

@@ -13,6 +13,7 @@ from pipeback.runtime.executor import SplitOperations
 from pipeback.runtime.split_executor import SplitExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.flushes import FlushSpan
+from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.failed_graph import failed
@@ -40,6 +41,10 @@ class StageExecutor:
     def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
         """Return 0: each operation is done by itself."""
         return 0
+
+    def begin_flush(self, first: int, count: int, schedule: Schedule) -> bool:
+        """Return False: each operation is done by itself."""
+        return False
 
     def land(self) -> None:
         """Do nothing: no tick is leapt."""

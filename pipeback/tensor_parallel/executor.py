@@ -12,6 +12,7 @@ from pipeback.runtime.link import WireLink
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.flushes import FlushSpan
+from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
@@ -38,6 +39,10 @@ class TensorExecutor:
     def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
         """Return 0: each operation is done by itself."""
         return 0
+
+    def begin_flush(self, first: int, count: int, schedule: Schedule) -> bool:
+        """Return False: each operation is done by itself."""
+        return False
 
     def land(self) -> None:
         """Do nothing: no tick is leapt."""

@@ -12,6 +12,7 @@ from pipeback.runtime.executor import SplitOperations
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.flushes import FlushSpan
+from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
@@ -52,8 +53,10 @@ class StackExecutor:
         The order counts them. `land` comes before anything else is done.
         """
         worker = self.worker
-        watched = worker.watch is not None and worker.watch.busy
-        if worker.replicas or watched or worker.tracing or worker.early or not self.stacks:
+        if self._whole is not None and self._whole.begun:
+            self._whole.end()
+            return span.ticks
+        if self._watched or worker.early or not self.stacks:
             return 0
         if isinstance(span, FlushSpan):
             return self._flush(order, span)
@@ -65,12 +68,34 @@ class StackExecutor:
 
     def _flush(self, order: Order, span: FlushSpan) -> int:
         worker = self.worker
-        if not self.by_group:
+        first = order.start + order.updated[0]
+        unjudged = not worker.stages[worker.last].judges and first + span.ticks == order.arrived
+        if not self.by_group or unjudged:  # outside, the newest is judged later (`begin_flush`)
             return 0
-        if self._whole is None:
-            self._whole = WholeFlush(worker, self._one_by_one, self.stacks, self.judged)
-        self._whole.run(order.start + order.updated[0], span.ticks, worker.method.schedule_at(order.start, span.ticks))
+        self._flushing.run(first, span.ticks, worker.method.schedule_at(order.start, span.ticks))
         return span.ticks
+
+    @property
+    def _watched(self) -> bool:
+        """Whether somebody looks at single operations."""
+        worker = self.worker
+        busy = worker.watch is not None and worker.watch.busy
+        return bool(worker.replicas or busy or worker.tracing)
+
+    @property
+    def _flushing(self) -> WholeFlush:
+        if self._whole is None:
+            self._whole = WholeFlush(self.worker, self._one_by_one, self.stacks, self.judged)
+        return self._whole
+
+    def begin_flush(self, first: int, count: int, schedule: Schedule) -> bool:
+        """Do all forwards of a flush, and its backwards but those for which a gradient is still to come from outside;
+        the next `leap` ends it. Returns whether that was possible.
+        """
+        if not self.by_group or self._watched or not self.stacks:
+            return False
+        self._flushing.begin(first, count, schedule, pauses=True)
+        return True
 
     def land(self) -> None:
         """Let stages and worker know of the ticks that were leapt."""

@@ -282,3 +282,54 @@ def test_losses_that_are_read_between_groups(flushed):
         found.append([torch.stack(losses), weights(pipe)])
     same(*reversed(found))
     assert len(flushed) >= 8
+
+
+# where the loss is computed outside of the pipeline
+
+
+def judged(pipe, sizes, accumulates=1):
+    """Train on so many micro-batches at a time; losses, and weights after each step."""
+    some, found = iter(doubles(sum(sizes))), []
+    for n, size in enumerate(sizes):
+        xs, ys = zip(*(next(some) for _ in range(size)), strict=True)
+
+        def judge(k, output, ys=ys):
+            loss = mse_loss(output, ys[k])
+            found.append(loss.detach())
+            loss.backward()
+            return output.grad
+
+        (output,) = pipe.forward_many(xs, expected=size, judge=judge)
+        pipe.backward(judge(size - 1, output))
+        if n % accumulates == accumulates - 1:
+            pipe.step()
+            found.append(weights(pipe))
+    return [v.reshape(-1) for v in found]
+
+
+@pytest.mark.parametrize("accumulates", [1, 2])
+@pytest.mark.parametrize("case", ["gpipe", "gpipe-4", "one_f_one_b", "one_f_one_b-3", "zb_h1-4"])
+def test_a_loss_that_is_computed_outside(case, accumulates, flushed):
+    """All but the newest micro-batch of a flush are judged within the forward; its backward ends the flush."""
+    found = []
+    for vectorize in (False, True):
+        pipe = pipeback.Pipeline(
+            model(), loss=None, optimizer=OPTIMIZERS["adamw"], method=CASES[case](S), vectorize=vectorize,
+            clip_norm=0.05,
+        )  # fmt: skip
+        found.append(judged(pipe, (12, 3, 1, 8, 12, 24), accumulates))
+    same(*reversed(found))
+    assert sum(flushed) >= 24 or accumulates == 2
+    assert sorted(pipe.ledger)
+
+
+def test_a_state_between_flushes_that_are_judged_outside(flushed):
+    build = lambda on: pipeback.Pipeline(  # noqa: E731
+        model(), loss=None, optimizer=OPTIMIZERS["momentum"], method="gpipe", vectorize=on
+    )
+    whole, before, after = build(False), build(True), build(True)
+    for pipe in (whole, before):
+        judged(pipe, (8, 8))
+    after.load_state_dict(before.state_dict())
+    same(judged(after, (8,)), judged(whole, (8,)))
+    assert flushed == [8, 8, 8]

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -39,9 +39,18 @@ from pipeback.vectorized.tracing.forms import Kind, floating, leaves
 Left = tuple[Any, Sequence[Tensor]]  # the graphs of a stage, and what its F has saved for B
 
 
+class Begun(NamedTuple):
+    """A flush that has begun: its micro-batches, the older versions that stages run on, and what is left of a pass."""
+
+    mbs: range
+    versions: dict[int, int]
+    paused: tuple[range, dict[int, Left | None]] | None = None
+
+
 def able(worker: Worker) -> bool:
     """Whether a worker can do whole flushes, or groups."""
-    return len(worker.stages) == worker.count and worker.stages[worker.last].judges and flushes(worker.method)
+    stages = worker.stages
+    return len(stages) == worker.count and flushes(worker.method, outside=not stages[worker.last].judges)
 
 
 class WholeFlush:
@@ -58,33 +67,64 @@ class WholeFlush:
         self._losses: BoundedCache[Any, SharedLosses | None] = BoundedCache()
         self._unfit: set[Any] = set()  # stacks that have no graphs for a kind of micro-batch
         self._weights = {s: list(stage.module.parameters()) for s, stage in worker.stages.items()}
+        self._begun: Begun | None = None
         self._held: tuple[int, list[int]] = 0, []  # micro-batches per flush, and the most in flight at each stage
 
     def run(self, first: int, count: int, schedule: Schedule) -> None:
         """Do the flush or the group of `count` micro-batches from `first` on, which have all arrived."""
+        self.begin(first, count, schedule)
+        self.end()
+
+    def begin(self, first: int, count: int, schedule: Schedule, *, pauses: bool = False) -> None:
+        """Do all of it but the updates. pauses: where the loss is computed outside, B of the last pass is left, too."""
         worker, mbs = self.worker, range(first, first + count)
         if self._held[0] != count:
             self._held = count, flying(schedule, worker.count)
-        stages = list(worker.stages.values())
         held: Any = worker.residence.forward([(s, first) for s in worker.stages])  # an older version, for all of them
+        self._begun = Begun(mbs, {stage.index: h.version for h in held for stage in h.team.stages})
         try:
             for some in self._passes(mbs):
-                self._pass(some)
+                left, value = self._forth(some)
+                if pauses and some.stop == mbs.stop:
+                    self._begun = self._begun._replace(paused=(some, left))
+                else:
+                    self._back(some, left, value)
         except BaseException:
-            for stage in stages:
-                for i in mbs:
-                    stage.flights.pop(i, None)
+            self._forget()
             raise
         finally:
             worker.residence.after_backward(held)
-        versions = {stage.index: h.version for h in held for stage in h.team.stages}
-        for stage, held in zip(stages, self._held[1], strict=True):
-            stage.note_flights(held)
+
+    @property
+    def begun(self) -> bool:
+        """Whether a flush has begun and not ended."""
+        return self._begun is not None
+
+    def end(self) -> None:
+        """Do what `begin` has left."""
+        worker, begun = self.worker, self._begun
+        assert begun is not None
+        mbs, versions, paused = begun
+        try:
+            if paused is not None:
+                self._back(*paused, None)
+        except BaseException:
+            self._forget()
+            raise
+        self._begun = None
+        for stage, flights in zip(worker.stages.values(), self._held[1], strict=True):
+            stage.note_flights(flights)
         records = [
             (2 * s + back, versions.get(s, stage.version)) for s, stage in worker.stages.items() for back in (0, 1)
         ]
-        worker.ledger.put_off(len(records) * count, partial(_records, records, mbs))
+        worker.ledger.put_off(len(records) * len(mbs), partial(_records, records, mbs))
         worker.update([(s, mbs[-1]) for s in worker.stages])
+
+    def _forget(self) -> None:
+        begun, self._begun = self._begun, None
+        for stage in self.worker.stages.values():
+            for i in () if begun is None else begun.mbs:
+                stage.flights.pop(i, None)
 
     def _passes(self, mbs: range) -> Iterator[range]:
         """Yield the micro-batches that go through the stages together: all of one form, and no more than the schedule
@@ -101,20 +141,28 @@ class WholeFlush:
 
     def _form(self, i: int) -> Any:
         box, last = self.worker.link.box, self.worker.last
-        x, target = box["F", 0, i], box["Y", last, i]
+        x, target = box["F", 0, i], box.get(("Y", last, i))
         return type(x), *((type(v), getattr(v, "shape", None), getattr(v, "dtype", None)) for v in (*leaves(x), target))
 
-    def _pass(self, mbs: range) -> None:
-        """Do F and B of these micro-batches at every stage."""
+    def _forth(self, mbs: range) -> tuple[dict[int, Left | None], list[Any] | None]:
+        """Do F of these micro-batches at every stage, and B of the last one if its loss is part of a graph.
+
+        Returns what is left for B, and the gradients (n, …) of the last of these stages' outputs; None: they are
+        messages.
+        """
         left: dict[int, Left | None] = {}
         value: list[Tensor] | None = None  # the outputs of the stage before, (n, …), if they are no messages
         packs = False
         with torch.no_grad():
             for s, stage in self.worker.stages.items():
                 if stage.last and (found := self._judge(stage, mbs, value, packs)) is not None:
-                    value = found
-                    break
+                    return left, found
                 value, packs, left[s] = self._forward(stage, mbs, value, packs)
+        return left, None
+
+    def _back(self, mbs: range, left: dict[int, Left | None], value: list[Any] | None) -> None:
+        """Do B of these micro-batches at the stages where something is left."""
+        with torch.no_grad():
             for s in reversed(left):
                 value = self._backward(self.worker.stages[s], mbs, value, left[s])
         for stage in self.worker.stages.values():
@@ -191,7 +239,7 @@ class WholeFlush:
     def _judge(self, stage: Stage, mbs: range, value: list[Tensor] | None, packs: bool) -> list[Tensor] | None:
         """Do F and B of the last stage; return the gradients of its inputs, or None if it is no graph."""
         worker, link, s = self.worker, self.worker.link, stage.index
-        if not torchs(stage.loss) or stage.random.state is not None or listened(stage.module):
+        if stage.loss is None or not torchs(stage.loss) or stage.random.state is not None or listened(stage.module):
             return None
         if value is None and (joined := self._joined(s, mbs)) is not None:
             value, packs = joined

@@ -104,7 +104,7 @@ def _shaper(method: Method, compile: bool | dict[str, Any], vectorize: bool | st
 
 def _groups(stages: Sequence[Stage], method: Method, count: int, owner: Sequence[int] | None) -> list[list[Stage]]:
     groups = alike(stages, Shaper(method, count, None, False).turns, owner)
-    if leaps(method) or (flushes(method) and owner is None and stages[-1].judges):
+    if leaps(method) or (owner is None and flushes(method, outside=not stages[-1].judges)):
         return groups
     # stages without weights, and single ones, gain nothing
     return [group for group in groups if len(group) >= LEAST and group[0].params]

@@ -20,11 +20,13 @@ def leaps(method: Method) -> bool:
     return why_not(method) is None
 
 
-def flushes(method: Method) -> bool:
-    """Whether a method consists of flushes or groups, of which a stage can do all micro-batches at once."""
+def flushes(method: Method, *, outside: bool = False) -> bool:
+    """Whether a method consists of flushes or groups, of which a stage can do all micro-batches at once. outside:
+    whether the loss is computed outside of the pipeline.
+    """
     found = in_flushes(method.schedule)
     if found is None or found.slack:
-        return found is not None and method.fixed_groups
+        return found is not None and method.fixed_groups and not outside
     return method.copies == "live" and not any(overrides(method, hook) for hook in HOOKS[:2])
 
 
