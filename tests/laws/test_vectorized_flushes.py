@@ -213,6 +213,20 @@ def test_the_training_mode_and_hooks_are_seen(flushed):
     assert len(heard) == 2 * 16
 
 
+def test_masters(flushed):
+    """Each stage steps its own and rounds them; sums over micro-batches differ in rounding of the half type."""
+    found = []
+    for vectorize in (False, True):
+        pipe = pipeline(
+            model(torch.bfloat16), "gpipe", micro_batch_size=3, vectorize=vectorize, masters=True, clip_norm=0.5
+        )  # fmt: skip
+        xs, ys = (torch.cat(some).bfloat16() for some in zip(*doubles(32), strict=True))
+        losses = [float(pipe.push(x, y)) for x, y in zip(xs.split(24), ys.split(24), strict=True)]
+        found.append((torch.tensor(losses), weights(pipe)))
+    same(*found, within=0.02)
+    assert flushed == [8] * 4
+
+
 # groups of a pipeline that is never emptied, all of which run on one older version
 
 

@@ -139,7 +139,7 @@ class GraphMaker:
         if kind not in self._shared:
             given = self._examples(kind, None if xs is None else packed(xs, kind.packed))
             try:
-                self._shared[kind] = SharedGraphs(self.stages, given, kind, compile=self.compile)
+                self._shared[kind] = SharedGraphs(self.stages, given, kind)
             except Unfit:
                 raise
             except Exception as error:  # whatever the user's code or torch raises: the stages still run one by one

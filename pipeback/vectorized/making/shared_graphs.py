@@ -7,7 +7,7 @@ Before they are used for a number of micro-batches, they are compared with the s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -24,17 +24,16 @@ from pipeback.vectorized.tracing.graphs import Graph, Graphs, direct
 from pipeback.vectorized.tracing.split_graph import recomputing
 
 FEW, MORE = 3, 4  # the numbers of micro-batches that are traced
-Compile = Callable[[Any], Any]
 
 
 class SharedGraphs:
     """The graphs of the last of `stages`, which are alike, for one kind of micro-batch; no stage has the loss.
 
-    xs: the input tensors of one micro-batch. compile: compiles a graph. Raises `Unfit` where they cannot be traced.
+    xs: the input tensors of one micro-batch. Raises `Unfit` where they cannot be traced.
     """
 
-    def __init__(self, stages: Sequence[Stage], xs: Sequence[Tensor], kind: Kind, *, compile: Compile | None) -> None:
-        self._stages, self._xs, self.kind, self._compile = list(stages), xs, kind, compile
+    def __init__(self, stages: Sequence[Stage], xs: Sequence[Tensor], kind: Kind) -> None:
+        self._stages, self._xs, self.kind = list(stages), xs, kind
         self._known: BoundedCache[int, Graphs] = BoundedCache()
         few, more = self._traced(FEW), self._traced(MORE)
         self._like = few
@@ -54,8 +53,6 @@ class SharedGraphs:
             if self._stages[-1].keeping is not None:
                 graphs = recomputing(graphs)
             shared_alike(self._stages[-1], graphs, xs, whole=self.kind.packed)
-            if self._compile is not None:
-                graphs = graphs._replace(forward=self._compile(graphs.forward), backward=self._compile(graphs.backward))
             self._known[count] = graphs
         return self._known.used(count)
 
