@@ -143,6 +143,8 @@ class Method:
                     chain
     reads_moments   whether the hooks read the second moment of Adam in the optimizer's state
     turns_moments   whether the method keeps it there in other coordinates than those of the weights
+    fixed_groups    whether all forwards and backwards of a group, the micro-batches of one update, run on the weights
+                    that the forward of the first one is given
     takes_rows      whether `update` can be called with rows of weights (`When.rows`)
     """
 
@@ -160,6 +162,7 @@ class Method:
     steps_itself: bool = False
     reads_moments: bool = False
     turns_moments: bool = False
+    fixed_groups: bool = False
     takes_rows: bool = False
 
     def __init_subclass__(cls) -> None:
