@@ -61,9 +61,15 @@ def tell_too_large(who: str, shape: tuple[int, ...], largest: int) -> None:
 
 
 def covariance(before: Tensor, gradient: Tensor, beta: float, *, left: bool) -> None:
-    """L ← β·L + (1 − β)·G·Gᵀ in place, or R likewise."""
+    """L ← β·L + (1 − β)·G·Gᵀ in place, or R likewise, with the bits of `torch.lerp`."""
     product = gradient @ gradient.mT if left else gradient.mT @ gradient
     before.lerp_(product, 1 - beta)
+
+
+def add_covariance(before: Tensor, gradient: Tensor, beta: float, *, left: bool) -> None:
+    """The same in one pass through memory, which rounds otherwise."""
+    pair = (gradient, gradient.mT) if left else (gradient.mT, gradient)
+    _add_product(before, *pair, keep=beta, by=1 - beta)
 
 
 def eigenvectors(covariances: Tensor, before: Tensor) -> Tensor:
@@ -100,6 +106,20 @@ def rotated(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
     """Q_Lᵀ·X·Q_R."""
     x = x if left is None else left.mT @ x
     return x if right is None else x @ right
+
+
+def add_restored(into: Tensor, x: Tensor, left: Tensor | None, right: Tensor | None, *, keep: float = 1) -> None:
+    """Y ← keep·Y + Q_L·X·Q_Rᵀ in place; one side at least has a basis."""
+    if right is None:
+        assert left is not None
+        _add_product(into, left, x, keep=keep)
+    else:
+        _add_product(into, x if left is None else left @ x, right.mT, keep=keep)
+
+
+def _add_product(into: Tensor, a: Tensor, b: Tensor, *, keep: float, by: float = 1) -> None:
+    """Y ← keep·Y + by·A·B in place, of matrices or of batches of them."""
+    (into.addmm_ if into.dim() == 2 else into.baddbmm_)(a, b, beta=keep, alpha=by)
 
 
 def restored(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
