@@ -89,8 +89,10 @@ def iterated(covariances: Tensor, before: Tensor) -> Tensor:
     """qr(L·Q).Q: the basis after one step of power iteration; `before` itself where that is not finite."""
     exact = covariances if covariances.dtype in (torch.float32, torch.float64) else covariances.float()
     product = exact @ before.to(exact.dtype)
-    known = torch.isfinite(product).all((-2, -1), keepdim=True)
-    return _sound(torch.linalg.qr(torch.where(known, product, before.to(exact.dtype)))[0], before)
+    if not _plainly_finite(product):
+        known = torch.isfinite(product).all((-2, -1), keepdim=True)
+        product = torch.where(known, product, before.to(exact.dtype))
+    return _sound(torch.linalg.qr(product)[0], before)
 
 
 def descending(covariances: Tensor, basis: Tensor) -> Tensor:
@@ -98,7 +100,14 @@ def descending(covariances: Tensor, basis: Tensor) -> Tensor:
     return torch.argsort(((covariances @ basis) * basis).sum(-2), dim=-1, descending=True)
 
 
+def _plainly_finite(x: Tensor) -> bool:
+    """Whether all entries are finite, as far as one sum tells, on a CPU: elsewhere it would wait for the device."""
+    return x.device.type == "cpu" and bool(x.sum().isfinite())
+
+
 def _sound(found: Tensor, before: Tensor) -> Tensor:
+    if _plainly_finite(found):
+        return found.to(before.dtype)
     return torch.where(torch.isfinite(found).all((-2, -1), keepdim=True), found.to(before.dtype), before)
 
 
