@@ -187,7 +187,7 @@ def test_auto_beside_what_it_goes_by(capsys, monkeypatch):
     assert head == ["tiny, over the event loop", "as one", "F and B", "auto", "it chose"]
     assert [row[0] for row in rows] == ["`pb`", "`gpipe`"]
     assert all(re.fullmatch(r"[\d.]+ \([\d.]+ … [\d.]+\)", row[n]) for row in rows for n in (1, 3))
-    assert all(float(row[2]) > 0 and row[4] in ("as one", "stage by stage") for row in rows)
+    assert all(float(row[2]) > 0 and row[4].startswith(("as one", "stage by stage")) for row in rows)
 
 
 def test_a_tree_against_itself(capsys, monkeypatch):
