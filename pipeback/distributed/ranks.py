@@ -113,6 +113,7 @@ class Ranks:
         self.control = self.group(self.everyone, "gloo")
         self._sums: RankReplicas | None = None
         self._column: ReplicaGroup | None = None
+        self._vigils: list[InterruptibleWait] = []
 
     def _come(self) -> tuple[dist.Store, dict[int, RankIdentity]]:
         """Return the pipeline's store and the facts of all ranks. Raises RuntimeError naming ranks that do not come."""
@@ -151,6 +152,8 @@ class Ranks:
 
     def anew(self) -> Ranks:
         """These ranks after one of them has failed: all of them call this, and have new connections that are empty."""
+        for vigil in self._vigils:
+            vigil.sever()  # a group that still works could not be destroyed
         self.leave()
         return Ranks(self.mesh, self.timeout, tensor=self.tensor, after=self)
 
@@ -219,7 +222,9 @@ class Ranks:
 
     def _ending(self, group: dist.ProcessGroup, column: Sequence[int]) -> Callable[[dist.Work | None], None]:
         """As `_awaited`, but the wait ends as soon as a rank has failed."""
-        what, vigil = "the replicas' gradients", InterruptibleWait(group, self._other(column), self.health.check)
+        other = next(rank for rank in column if rank != self.rank)
+        what, vigil = "the replicas' gradients", InterruptibleWait(group, other, self.health.check)
+        self._vigils.append(vigil)
 
         def wait(work: dist.Work | None) -> None:
             with self.health.waiting(column, what):
@@ -229,9 +234,6 @@ class Ranks:
                     raise self.lost(column, what) from error
 
         return wait
-
-    def _other(self, ranks: Sequence[int]) -> int:
-        return next(rank for rank in ranks if rank != self.rank)
 
     def _polled(self, work: dist.Work | None) -> None:
         """Wait for work without a time limit, until a rank is at fault: a checkpoint may take long per stage."""

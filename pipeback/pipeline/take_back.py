@@ -52,7 +52,8 @@ class TakeBack:
             told: PushLeftOut | None = None
             while True:
                 self._now = None
-                if (left := self._to_leave_out.take(self._engine.arrived)) is not None:
+                left = None if self._engine.error is not None else self._to_leave_out.take(self._engine.arrived)
+                if left is not None:
                     return self._not_let_in(*left, told)
                 try:
                     self._kept.heed_writes()
