@@ -16,7 +16,7 @@ optimizer. Weight copies: 1, with T2 a scratch buffer too; δ is one more copy a
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -26,9 +26,10 @@ import torch
 
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
 from pipeback.methods.rates import each_divided
-from pipeback.schedules.ops import Op, Schedule, until
-from pipeback.schedules.programs import fill_drain, flowing
+from pipeback.schedules.ops import Schedule
+from pipeback.schedules.programs import Flowing, flowing
 from pipeback.schedules.timeline import in_flight
+from pipeback.schedules.warm_up import WarmUp
 from pipeback.tensors.weight_list import by_number, moved, noted
 
 
@@ -68,7 +69,7 @@ class PipeMare(Method):
 
     def schedule_at(self, start: int, pushed: int) -> Schedule:
         rest = self.warmup - start
-        return self.schedule if rest <= 0 else _then(fill_drain(self.micro_batches), rest, self.schedule)
+        return self.schedule if rest <= 0 else WarmUp(rest, Flowing(self.slack, self.micro_batches))
 
     def init(self, weights: Weights) -> State:
         state: State = {"updates": 0}  # since the end of the warm-up
@@ -140,14 +141,3 @@ def _flying(slack: int, every: int, stages: int) -> list[int]:
 @lru_cache(maxsize=256)
 def _gammas(decay: float, delays: tuple[int, ...]) -> tuple[float, ...]:
     return tuple([decay ** (1 / D) if D else 1.0 for D in delays])
-
-
-def _then(first: Schedule, micro_batches: int, second: Schedule) -> Schedule:
-    """A schedule that runs `first` for so many micro-batches, drains, and runs `second` from there on."""
-
-    def program(stage: int, stages: int) -> Iterator[Op]:
-        yield from until(first(stage, stages), micro_batches)
-        for op in second(stage, stages):
-            yield Op(op.kind, op.mb + micro_batches)
-
-    return program

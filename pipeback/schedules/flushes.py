@@ -27,6 +27,7 @@ class Flushes:
     every: int
     slack: int = 0
     turns: int = 0
+    begins = 0
 
     def rounds(self, stage: int, stages: int, first: int) -> Iterator[Op]:
         """The rest of the program of a stage, from the flush that begins with micro-batch `first`."""

@@ -22,6 +22,7 @@ from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, next_span
 from pipeback.schedules.split import after, splits
+from pipeback.schedules.warm_up import rounded
 from pipeback.schedules.waves import Ops as Ops  # executors take both from here
 from pipeback.schedules.waves import Wave as Wave
 from pipeback.schedules.worker_turns import Turns, by_worker
@@ -66,8 +67,7 @@ class Order:
         n = self.stages
         self.start = self.arrived  # the programs count micro-batches from here
         self._back: Kind = "I" if splits(schedule) else "B"  # what another stage waits for
-        flushes = in_flushes(schedule) if self.policy == "skewed" else None
-        self._flow = flushes or (schedule if isinstance(schedule, Flowing) and schedule.every == 1 else None)
+        self._flow = (in_flushes(schedule) if self.policy == "skewed" else None) or rounded(schedule)
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
         self._ends = False  # whether the programs end with a group, so that the next one can be done as a whole
@@ -93,7 +93,7 @@ class Order:
 
         done: with the policy `skewed`, ends them after a tick, as soon as it says so, be there input or not.
         """
-        one = arrived == self.arrived + 1 and self.policy == "grouped" and self._flow is not None
+        one = arrived == self.arrived + 1 and self.policy == "grouped" and isinstance(self._flow, Flowing)
         self.arrived = arrived
         if one and self._repeated is not None:
             yield from self._repeat()
@@ -331,11 +331,11 @@ class Order:
         return self._heads[0] is not None and self._awaits_input(0, self._heads[0])
 
     def _span(self) -> TickSpan | FlushSpan | None:
-        flow = self._flow
-        if isinstance(flow, Flushes):
+        if isinstance(flow := self._flow, Flushes):
             return self._group(flow) if self.by_group else None
-        arrived, turns = self.arrived - self.start, 0 if flow is None else flow.turns
-        return next_span(turns, self.forwards, self.backwards, self.updated, arrived) if turns else None
+        if flow is None or not flow.turns or self.backwards[0] < flow.begins:
+            return None
+        return next_span(flow.turns, self.forwards, self.backwards, self.updated, self.arrived - self.start)
 
     def _group(self, flow: Flushes) -> FlushSpan | None:
         """Return the group that begins now; if one can soon, leave the forwards after it until it does."""

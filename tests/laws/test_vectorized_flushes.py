@@ -227,6 +227,34 @@ def test_masters(flushed):
     assert flushed == [8] * 4
 
 
+class Scaled(nn.Linear):
+    def __init__(self, *sizes):
+        super().__init__(*sizes)
+        self.by = 1.0
+
+    def forward(self, x):
+        return self.by * super().forward(x)
+
+
+@pytest.mark.parametrize("which", [[0], [2], [1, 2, 3], [-1]], ids=str)
+def test_what_a_module_computes_may_change(which, flushed):
+    """Of one stage, which the others are not like then, or of all."""
+    found = []
+    for vectorize in (False, True):
+        torch.manual_seed(0)
+        net = nn.Sequential(*(Scaled(6, 6) for _ in range(5))).double()
+        pipe = pipeline(net, "gpipe", micro_batch_size=3, vectorize=vectorize)
+        xs, ys = map(torch.cat, zip(*doubles(24), strict=True))
+        losses = []
+        for n, (x, y) in enumerate(zip(xs.split(24), ys.split(24), strict=True)):
+            for k in which if n == 1 else ():
+                net[k].by = 3.0
+            losses.append(float(pipe.push(x, y)))
+        found.append((torch.tensor(losses, dtype=torch.float64), weights(pipe)))
+    same(*found)
+    assert flushed == [8, 8, 8]
+
+
 # groups of a pipeline that is never emptied, all of which run on one older version
 
 

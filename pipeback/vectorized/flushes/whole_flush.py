@@ -34,7 +34,7 @@ from pipeback.vectorized.making.bounded_cache import BoundedCache
 from pipeback.vectorized.making.shared_graphs import SharedLosses, apart, together
 from pipeback.vectorized.stacks.eligible import flushes, torchs
 from pipeback.vectorized.stacks.stack import Stack
-from pipeback.vectorized.tracing.forms import Kind, floating, leaves
+from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
 
 Left = tuple[Any, Sequence[Tensor]]  # the graphs of a stage, and what its F has saved for B
 
@@ -215,7 +215,9 @@ class WholeFlush:
             return None, ()
         try:
             with TRACING:
-                graphs = stack.maker.shared(kind, [v[0] for v in value]).at(len(mbs), value)
+                one = [v[0] for v in value]
+                stack.rings(kind, packed(one, packs))  # its stages are alike for this kind, or it raises `Unfit`
+                graphs = stack.maker.shared(kind, one).at(len(mbs), value)
         except Exception:  # whatever the user's code or torch raises: the micro-batches still run one by one
             self._unfit.add(key)
             return None, ()
