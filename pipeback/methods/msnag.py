@@ -176,12 +176,14 @@ def _of_rows(
         sizes, roots = -rate * beta1**j / (1 - beta1 ** (t + j)), (1 - beta2 ** (t + j)).rsqrt()
         counts = (j <= far).sum(1).tolist()
         below, root = torch.empty_like(w), second.sqrt()
+        # as columns at once: to make them takes as long as the arithmetic of a small weight
+        steps = [some.to(w.dtype).view(*some.shape, *[1] * (w.dim() - 1)).unbind() for some in (sizes, roots)]
         x.zero_()
-        for k, size, scale in zip(counts, sizes, roots, strict=True):
+        for k, size, scale in zip(counts, *steps, strict=True):
             rows, here = slice(0, k), below[:k]
             if group["weight_decay"] and decoupled(group):  # x ← left·(w + x) − w
                 keep = column(left[rows], w)
                 x[rows].mul_(keep).addcmul_(w[rows], keep - 1)
-            torch.mul(root[rows], column(scale[rows], w), out=here).add_(group["eps"])
+            torch.mul(root[rows], scale[rows], out=here).add_(group["eps"])
             torch.div(first[rows], here, out=here)
-            x[rows].addcmul_(here, column(size[rows], w))
+            x[rows].addcmul_(here, size[rows])

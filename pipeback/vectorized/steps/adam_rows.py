@@ -9,7 +9,7 @@ Kingma and Ba, arXiv 1412.6980; Loshchilov and Hutter, arXiv 1711.05101. To roun
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -21,8 +21,8 @@ from pipeback.private import fused_adam
 from pipeback.stages.joint_optimizer import Options, groups_of
 from pipeback.stages.stage import Stage
 
-LARGE = 1 << 20  # bytes of the rows of a weight, above which no cache holds them between operations
 PLAIN = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # options that must be off
+KINDS = torch.float32, torch.float64  # torch's fused step rounds half types otherwise than its single operations
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"  # the names of what torch keeps per weight
 
 
@@ -49,6 +49,7 @@ class AdamStep:
     back: Sequence[Tensor] = ()
     drift: Sequence[Tensor] = ()
     varies: bool = False
+    _known: tuple[Any, ...] = field(default=(None, None, None, None), init=False, repr=False, compare=False)
 
     def part(self, first: int, end: int) -> AdamStep:
         """Return the step of some of the rows."""
@@ -71,30 +72,62 @@ class AdamStep:
         grads: Sequence[Tensor],
     ) -> None:
         """Step weights (n, …). first, second: p and q. steps: updates done, (weights, n)."""
-        (b1, b2), eps, decoupled, decays = self.settings
+        (b1, b2), eps, decoupled, _ = self.settings
         steps += 1
         fused = fused_adam(decoupled=decoupled)
         apart, rest, others = self._apart
-        for m in apart:
-            whole = weights[m], grads[m].contiguous(), first[m], second[m]  # torch's step ignores strides
+        lists = self._lists(weights, first, second, steps) if apart else []
+        for ((rate, decay), numbers), (mine, means, squares, counts) in zip(apart.items(), lists, strict=True):
+            # torch's kernel ignores strides
+            laid = [
+                g if g.stride() == w.stride() else torch.empty_like(w).copy_(g)
+                for g, w in ((grads[m], weights[m]) for m in numbers)
+            ]
             fused(
-                *(([some] if len(self.rates[m]) == 1 else [*some.unbind()]) for some in whole), [],
-                [*steps[m].unbind()],
-                lr=self.rates[m][0], beta1=b1, beta2=b2, weight_decay=decays[m], eps=eps, amsgrad=False, maximize=False,
+                mine, self._rows(laid), means, squares, [], counts, lr=rate, beta1=b1, beta2=b2, weight_decay=decay,
+                eps=eps, amsgrad=False, maximize=False,
             )  # fmt: skip
         if rest:
             every = (weights, first, second, grads, self.columns, *self.spikes)
             _moved(others, steps[rest], *([some[m] for m in rest] for some in every))
 
     @cached_property
-    def _apart(self) -> tuple[list[int], list[int], AdamSettings]:
-        """Return the numbers of large weights, which torch's fused step moves, of the others, and their settings."""
-        apart = [
-            m for m, (w, rates) in enumerate(zip(self.like, self.rates, strict=True))
-            if w.nbytes > LARGE and w.is_cpu and len(set(rates)) == 1 and not self.late
-        ]  # fmt: skip
-        rest = [m for m in range(len(self.like)) if m not in apart]
+    def _apart(self) -> tuple[dict[tuple[float, float], list[int]], list[int], AdamSettings]:
+        """Return the numbers of the weights that torch's fused step moves, by η and λ, which are the same for all their
+        rows; the numbers of the others, and their settings.
+
+        It takes one pass through memory where others take a pass per operation.
+        """
+        apart: dict[tuple[float, float], list[int]] = {}
+        rest = []
+        for m, (w, rates) in enumerate(zip(self.like, self.rates, strict=True)):
+            if w.is_cpu and w.dtype in KINDS and len(set(rates)) == 1 and not self.late:
+                apart.setdefault((rates[0], self.settings.decays[m]), []).append(m)
+            else:
+                rest.append(m)
         return apart, rest, self.settings._replace(decays=tuple(self.settings.decays[m] for m in rest))
+
+    def _lists(
+        self, weights: Sequence[Tensor], first: Sequence[Tensor], second: Sequence[Tensor], steps: Tensor
+    ) -> list[tuple[list[Tensor], ...]]:
+        """Return rows of weights, p and q, and their numbers of updates, for every fused step; made once while the
+        tensors are the same.
+        """
+        known = self._known
+        if known[0] is not weights or known[1] is not first or known[2] is not steps:
+            lists = [
+                (
+                    *(self._rows([some[m] for m in numbers]) for some in (weights, first, second)),
+                    [count for m in numbers for count in steps[m].unbind()],
+                )
+                for numbers in self._apart[0].values()
+            ]
+            known = self._known = weights, first, steps, lists
+        found: list[tuple[list[Tensor], ...]] = known[3]
+        return found
+
+    def _rows(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        return list(tensors) if len(self.rates[0]) == 1 else [row for t in tensors for row in t.unbind()]
 
     @cached_property
     def columns(self) -> list[Tensor]:
