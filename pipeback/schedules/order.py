@@ -19,7 +19,7 @@ from pipeback.schedules.foreseen import Foreseen
 from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
-from pipeback.schedules.spans import TickSpan, next_span
+from pipeback.schedules.spans import TickSpan, following, next_span
 from pipeback.schedules.split import after, splits
 from pipeback.schedules.worker_turns import Turns, by_worker
 
@@ -296,12 +296,14 @@ class Order:
         lead = None  # forwards that a stage may be ahead of the next stage's backwards, where stages take turns
         if self._flow is not None and self._flow.turns == 2:
             lead = range(self.stages - 1, -1, -1)
-        busy = True
+        busy, foreseen = True, None
         while busy and not (until_input and self._idles()) and not (done is not None and done()):
             self._handed = ()
-            if self.leap is not None and (span := self._span()) and (leapt := self.leap(span)):
+            if self.leap is not None and (span := foreseen or self._span()) and (leapt := self.leap(span)):
                 self.skip(span, leapt)
+                foreseen = self._after(span)
                 continue
+            foreseen = None
             self._land()
             busy = False
             came = [self.arrived - self.start, *self.forwards]
@@ -338,6 +340,12 @@ class Order:
         turns = 0 if self._flow is None else self._flow.turns
         arrived = self.arrived - self.start
         return next_span(turns, self.forwards, self.backwards, self.updated, arrived) if turns else None
+
+    def _after(self, span: TickSpan) -> TickSpan | None:
+        """Return the span after a tick of this one, if it is told at once."""
+        if span.ticks > 1 or span.stages.step > 1 or self._flow is None or self._flow.turns > 1:
+            return None
+        return following(span, self.forwards, self.backwards, self.updated, self.arrived - self.start)
 
     def skip(self, span: TickSpan, ticks: int) -> None:
         """Count as done so many ticks of a span."""
