@@ -1,9 +1,8 @@
 """Order: which operation may run next: a deterministic order over all stages, the same on every worker.
 
 An operation is F (a forward), B (a backward) or U (an update); B may be split into I, the gradient of the input, and W,
-that of the weights. Any order that respects the programs of the stages and
-the flow of data gives the same weights, bit for bit. The default makes groups: forwards from the first stage to the
-last, then all backwards that are ready as one wave, then all updates as one.
+that of the weights. Any order that respects the programs of the stages and the flow of data gives the same weights, bit
+for bit. The default makes groups: forwards from the first stage on, then all backwards as one wave, then all updates.
 """
 
 from __future__ import annotations
@@ -298,12 +297,11 @@ class Order:
             lead = range(self.stages - 1, -1, -1)
         busy, foreseen = True, None
         while busy and not (until_input and self._idles()) and not (done is not None and done()):
-            self._handed = ()
-            if self.leap is not None and (span := foreseen or self._span()) and (leapt := self.leap(span)):
+            self._handed, told, foreseen = (), foreseen, None
+            if self.leap is not None and (span := told or self._span()) and (leapt := self.leap(span)):
                 self.skip(span, leapt)
-                foreseen = self._after(span)
+                foreseen = following(span, self.forwards, self.backwards, self.updated, self.arrived - self.start)
                 continue
-            foreseen = None
             self._land()
             busy = False
             came = [self.arrived - self.start, *self.forwards]
@@ -332,20 +330,14 @@ class Order:
 
     def _idles(self) -> bool:
         """Whether the first stage awaits input."""
-        if self._leapt[0]:  # it is between two rounds, the first operation of which is a forward
+        if self._leapt[0]:  # it is between two rounds, which begin with a forward
             return self.forwards[0] >= self.arrived - self.start
         return self._heads[0] is not None and self._awaits_input(0, self._heads[0])
 
     def _span(self) -> TickSpan | None:
         turns = 0 if self._flow is None else self._flow.turns
-        arrived = self.arrived - self.start
-        return next_span(turns, self.forwards, self.backwards, self.updated, arrived) if turns else None
-
-    def _after(self, span: TickSpan) -> TickSpan | None:
-        """Return the span after a tick of this one, if it is told at once."""
-        if span.ticks > 1 or span.stages.step > 1 or self._flow is None or self._flow.turns > 1:
-            return None
-        return following(span, self.forwards, self.backwards, self.updated, self.arrived - self.start)
+        counts = self.forwards, self.backwards, self.updated
+        return next_span(turns, *counts, self.arrived - self.start) if turns else None
 
     def skip(self, span: TickSpan, ticks: int) -> None:
         """Count as done so many ticks of a span."""

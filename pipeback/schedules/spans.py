@@ -66,10 +66,12 @@ def following(
     """Return what `next_span` would after one tick of a span of neighbouring stages, where turns = 1: the ends of the
     span tell; None where they do not. The numbers are those after the tick.
 
-    >>> following(TickSpan(range(0, 2), 1), [8, 8, 7], [4, 6, 7], [4, 6, 7], 9)
-    TickSpan(stages=range(0, 3), ticks=1)
+    >>> following(TickSpan(range(0, 2), 1), [9, 8, 7], [5, 6, 7], [5, 6, 7], 9)
+    TickSpan(stages=range(1, 3), ticks=1)
     """
     first, end, count = span.stages.start, span.stages.stop, len(forwards)
+    if span.ticks > 1 or forwards[0] - backwards[0] < 2 * (count - 1):  # even and odd stages take turns
+        return None
     if forwards[first] >= (forwards[first - 1] if first else arrived):
         first += 1
     behind = end if end == count else end + 1  # the last one's output is an input of the next
