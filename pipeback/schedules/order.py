@@ -1,9 +1,8 @@
 """Order: which operation may run next: a deterministic order over all stages, the same on every worker.
 
 An operation is F (a forward), B (a backward) or U (an update); B may be split into I, the gradient of the input, and W,
-that of the weights. Any order that respects the programs of the stages and
-the flow of data gives the same weights, bit for bit. The default makes groups: forwards from the first stage to the
-last, then all backwards that are ready as one wave, then all updates as one.
+that of the weights. Any order that respects the programs of the stages and the flow of data gives the same weights, bit
+for bit. The default makes groups: forwards from the first stage on, then all backwards as one wave, then all updates.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from pipeback.schedules.foreseen import Foreseen, richest
 from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
-from pipeback.schedules.spans import TickSpan, next_span
+from pipeback.schedules.spans import TickSpan, following, next_span
 from pipeback.schedules.split import after, splits
 from pipeback.schedules.warm_up import rounded
 from pipeback.schedules.waves import Ops as Ops  # executors take both from here
@@ -292,11 +291,12 @@ class Order:
         lead = None  # forwards that a stage may be ahead of the next stage's backwards, where stages take turns
         if self._flow is not None and self._flow.turns == 2:
             lead = range(self.stages - 1, -1, -1)
-        busy = True
+        busy, foreseen = True, None
         while busy and not (until_input and self._idles()) and not (done is not None and done()):
-            self._handed = ()
-            if self.leap is not None and (span := self._span()) and (leapt := self.leap(span)):
+            self._handed, told, foreseen = (), foreseen, None
+            if self.leap is not None and (span := told or self._span()) and (leapt := self.leap(span)):
                 self.skip(span, leapt)
+                foreseen = following(span, self.forwards, self.backwards, self.updated, self.arrived - self.start)
                 continue
             self._land()
             busy = False
@@ -326,7 +326,7 @@ class Order:
 
     def _idles(self) -> bool:
         """Whether the first stage awaits input."""
-        if self._leapt[0]:  # it is between two rounds, the first operation of which is a forward
+        if self._leapt[0]:  # it is between two rounds, which begin with a forward
             return self.forwards[0] >= self.arrived - self.start
         return self._heads[0] is not None and self._awaits_input(0, self._heads[0])
 

@@ -13,6 +13,8 @@ from collections.abc import Sequence
 from operator import and_, lt, sub
 from typing import NamedTuple
 
+from pipeback.schedules.flushes import FlushSpan
+
 
 class TickSpan(NamedTuple):
     """Some stages, each or every second one of a range, that all do F, B and U at the next tick, and none else
@@ -58,3 +60,30 @@ def next_span(
     if len(stages) < len(range(stages.start % turns, last + 1, turns)) or not waiting:
         return TickSpan(stages, 1)
     return TickSpan(stages, turns * waiting - (turns - 1) * (stages.start == 0))  # then stage 0 waits
+
+
+def following(
+    span: TickSpan | FlushSpan, forwards: Sequence[int], backwards: Sequence[int], updated: Sequence[int], arrived: int
+) -> TickSpan | None:
+    """Return what `next_span` would after one tick of a span of neighbouring stages, where turns = 1: the ends of the
+    span tell; None where they do not, nor after a flush. The numbers are those after the tick.
+
+    >>> following(TickSpan(range(0, 2), 1), [9, 8, 7], [5, 6, 7], [5, 6, 7], 9)
+    TickSpan(stages=range(1, 3), ticks=1)
+    """
+    first, end, count = span.stages.start, span.stages.stop, len(forwards)
+    if (
+        isinstance(span, FlushSpan) or span.ticks > 1 or forwards[0] - backwards[0] < 2 * (count - 1)
+    ):  # even and odd stages take turns
+        return None
+    if forwards[first] >= (forwards[first - 1] if first else arrived):
+        first += 1
+    behind = end if end == count else end + 1  # the last one's output is an input of the next
+    if first >= end or updated[first] != backwards[first]:
+        return None
+    for s in range(end - 1, behind):
+        if backwards[s] >= (backwards[s + 1] if s + 1 < count else arrived):
+            return None
+    if behind - first == count and forwards[0] < arrived:
+        return None  # for how many ticks, `next_span` tells
+    return TickSpan(range(first, behind), 1)

@@ -16,7 +16,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import pipeback
 from pipeback.recipes.benches.against import Rows
 from pipeback.recipes.benches.network import create, network, sgd
-from pipeback.recipes.benches.turns import spread
+from pipeback.recipes.benches.turns import spread, timed
 from pipeback.recipes.benches.vectorized import Transformer, blocks
 from pipeback.recipes.markdown import table
 
@@ -61,6 +61,78 @@ def main(repeats: int) -> None:
         unread, read = paired(case, "pb", "auto", False, repeats)
         rows.append([case.words, '`pb`, `vectorize="auto"`', spread(unread), spread(read)])
     print(table(["", "", "of the samples/s of `Pipeline.push`", "with its loss read after each push"], rows))
+    print('\nWhat bounds `vectorize="auto"`, in the time of a push whose loss is not read:\n')
+    head = ["", "a push, its loss read", "losses of 64 slices alone", "Lightning, an empty step", "push over all three"]
+    print(table(head, [[case.words, *bounds(case, repeats)] for case in ONES]))
+
+
+def bounds(case: Case, repeats: int) -> list[str]:
+    """Return what a batch takes at least: Lightning waits for its loss before it gives the next one, `training_step`
+    computes a loss per slice and autograd its gradient, and Lightning's loop runs once per batch.
+    """
+    pipes, (x, y) = [pipeline(case, "pb", "auto") for _ in range(2)], data(1, case)[0]
+    with torch.no_grad():
+        output = case.build()(x[:1])
+    runs: dict[str, Callable[[], object]] = {
+        "push": lambda: [pipes[0].push(x, y) for _ in range(COUNT)],
+        "read": lambda: [float(pipes[1].push(x, y)) for _ in range(COUNT)],
+        "losses": lambda: judge(case, output, y, COUNT),
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in (*runs, "loop")}
+    for turn in range(-1, repeats):
+        took = {name: timed(run) for name, run in runs.items()} | {"loop": COUNT * empty_loop()}
+        for name in seconds if turn >= 0 else ():
+            seconds[name].append(took[name])
+    pushes = seconds.pop("push")
+    shares = [[some / push for some, push in zip(each, pushes, strict=True)] for each in seconds.values()]
+    return [*map(spread, shares), spread([1 / sum(some) for some in zip(*shares, strict=True)])]
+
+
+def judge(case: Case, output: Tensor, targets: Tensor, times: int) -> None:
+    """Compute the loss of every slice, and the gradient of its output."""
+    for target in targets.split(1) * times:
+        case.loss(output.detach().requires_grad_(), target).backward()
+
+
+def empty_loop() -> float:
+    """The seconds per batch of Lightning's own loop, with a training_step that does nothing."""
+    import lightning.pytorch as pl
+
+    class Empty(pl.LightningModule):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(()))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return self.weight
+
+        def configure_optimizers(self) -> torch.optim.Optimizer:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    class Clock(pl.Callback):
+        def __init__(self) -> None:
+            self.ends: list[float] = []
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.ends.append(time.perf_counter())
+
+    clock = Clock()
+    run(Empty(), torch.utils.data.DataLoader(data(4 * COUNT), batch_size=None), "auto", [clock])  # type: ignore
+    return (clock.ends[-1] - clock.ends[COUNT]) / (len(clock.ends) - 1 - COUNT)
+
+
+def run(module: Any, batches: Any, strategy: Any, callbacks: list[Any]) -> None:
+    """Fit without logs, files and bars."""
+    import lightning.pytorch as pl
+
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    quiet: dict[str, Any] = {
+        "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": 1,
+        "enable_progress_bar": False, "enable_model_summary": False, "callbacks": callbacks,
+    }  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a loader without workers, of a run without a log
+        pl.Trainer(strategy=strategy, **quiet).fit(module, batches)
 
 
 def paired(
@@ -138,16 +210,8 @@ def fit(
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return sgd(self.parameters())
 
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    quiet: dict[str, Any] = {
-        "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": 1,
-        "enable_progress_bar": False, "enable_model_summary": False,
-        "callbacks": [PipelineMonitor(), *callbacks] if watched else list(callbacks),
-    }  # fmt: skip
     where = PipelineStrategy(create(method, case.stages), micro_batch_size=1, vectorize=vectorize)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a loader without workers, of a run without a log
-        pl.Trainer(strategy=where, **quiet).fit(Module(), batches)
+    run(Module(), batches, where, [PipelineMonitor(), *callbacks] if watched else list(callbacks))
 
 
 def rows() -> Rows:

@@ -28,6 +28,7 @@ from pipeback.recipes.benches import (
     vectorized,
 )
 from pipeback.recipes.benches.contenders import Case
+from pipeback.recipes.benches.network import network
 from pipeback.recipes.benches.tasks import Network, Task
 from pipeback.recipes.benches.vectorized import Linear, blocks
 
@@ -214,3 +215,10 @@ def test_what_is_compared_under_lightning_trains_turn_by_turn():
 def test_a_tree_that_is_none(tmp_path):
     with pytest.raises(SystemExit, match="there is no pipeback/__init__.py in it; .* git worktree add --detach"):
         against.main(1, {}, str(tmp_path))
+
+
+def test_what_bounds_lightning_is_all_that_a_batch_takes_at_least():
+    case = under_lightning.NARROW._replace(build=partial(network, 4), stages=4)
+    *parts, bound = (float(cell.split()[0]) for cell in under_lightning.bounds(case, 1))
+    assert len(parts) == 3 and all(part >= 0 for part in parts)
+    assert bound == pytest.approx(1 / sum(parts), rel=0.1)

@@ -132,9 +132,7 @@ class RingBuffers(Waiting):
     def put(self, f: int, saved: Sequence[Tensor]) -> None:
         """Keep the tensors that F saves for B at this tick."""
         places = self.places(f)
-        if not self._flat:
-            self._flat = [ring.view(self.length * self.rows, -1) for ring in self.saved]
-        for ring, t, dim, flat in zip(self._flat, saved, self.folds, self._is_flat, strict=True):
+        for ring, t, dim, flat in zip(self._matrices(), saved, self.folds, self._is_flat, strict=True):
             ring.index_copy_(0, places, t if flat else unfolded(t, dim, self.rows))
 
     @property
@@ -143,15 +141,26 @@ class RingBuffers(Waiting):
 
     def left_of(self, rows: tuple[int, int], shapes: Sequence[Sequence[int]], b: int) -> list[Tensor]:
         """Return what F has saved for the B of this tick, of the rows from one up to another. shapes: of each."""
-        slot = b % self.length
-        return [ring[slot, slice(*rows)].view(shape) for ring, shape in zip(self.saved, shapes, strict=True)]
+        first, end = rows
+        every = zip(self.left(b), self.saved, shapes, strict=True)
+        return [
+            left.narrow(0, first, end - first)
+            if len(left) == self.rows
+            else ring[b % self.length, first:end].view(shape)
+            for left, ring, shape in every
+        ]
 
     def put_of(self, rows: tuple[int, int], f: int, saved: Sequence[Tensor]) -> None:
         """Keep what F saves for B at this tick, of the rows from one up to another."""
         first, end = rows
         places = self.places(f)[first:end]
-        for ring, t in zip(self.saved, saved, strict=True):
-            ring.view(self.length * self.rows, -1).index_copy_(0, places, t.reshape(end - first, -1))
+        for ring, t, flat in zip(self._matrices(), saved, self._is_flat, strict=True):
+            ring.index_copy_(0, places, t if flat else t.reshape(end - first, -1))
+
+    def _matrices(self) -> list[Tensor]:
+        """The rings, a line for each slot and row."""
+        self._flat = self._flat or [ring.view(self.length * self.rows, -1) for ring in self.saved]
+        return self._flat
 
     def _places(self, some: Turns, *, everywhere: bool = False) -> Tensor:
         """Return the places of these rows in a ring, as row numbers of a matrix.
