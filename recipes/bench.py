@@ -15,6 +15,7 @@ auto        vectorize=True and "auto" over the event loop, by method; and the sp
 pushes      pushes of 256 micro-batches whose losses are read each time over one long push, as one and in the event loop
 threads     two threads on two cores against two independent single-process copies that run at once
 processes   two ranks against two such copies and against torch.distributed.pipelining; memory per rank
+            options: cases=
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
 splitting   seconds of cutting resnet50 into stages; the cost of passing dictionaries and long skips along
 research    CPU milliseconds per update of 32 stages of width 48 under AdamW, by method, as sweeps train them
@@ -48,6 +49,7 @@ NAMED = {"stability"}  # sections that run only if they are named
 OPTIONS = {
     "table": ("networks", "contenders", "out", "read", "page"),
     "scaling": ("stages", "methods", "slack", "micro_batches"),
+    "processes": ("cases",),
     "stability": ("methods", "momenta", "delays", "out"),
     **dict.fromkeys(("event_loop", "vectorized", "lightning", "research", "imports"), ("against",)),
 }  # fmt: skip

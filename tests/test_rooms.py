@@ -54,7 +54,7 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
         "byte_sizes", "counts", "planner",
     },
 }  # fmt: skip
-STACKED = ("tracing", "steps", "buffers", "making", "stacks", "ticks")  # the folders of vectorized/
+STACKED = ("tracing", "steps", "buffers", "making", "stacks", "flushes", "ticks")  # the folders of vectorized/
 INSIDE = {  # the same for a folder in a room, file by file where a room is not meant as a whole
     "distributed.health": {"counts", "distributed.health", "errors"},
     "distributed.transport": {"distributed.transport", "runtime.link", "tensors"},

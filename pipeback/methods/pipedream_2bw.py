@@ -26,6 +26,7 @@ class PipeDream2BW(Method):
     def __post_init__(self) -> None:
         self.schedule = flowing(self.slack, every=self.micro_batches)
         self.copies = "stash"
+        self.fixed_groups = True
 
     @classmethod
     def derived(cls, stages: int, updates: int) -> dict[str, Any]:

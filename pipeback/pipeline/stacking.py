@@ -11,6 +11,7 @@ from pipeback.counts import counted, numbered
 from pipeback.pipeline.build import Built
 from pipeback.pipeline.rehearsals import Relay, smallest
 from pipeback.runtime.loop import Batch
+from pipeback.schedules.flushes import in_flushes
 from pipeback.splitting.partition import balance
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
@@ -32,6 +33,7 @@ class Stacking:
         # where the loss is computed outside, how many micro-batches go forward before the last of them has been judged
         self._together: int | None = None
         self._outside = options.loss is None
+        self._pushed = 1  # the micro-batches of the push on which stacks are tried
 
     @property
     def on(self) -> bool:
@@ -53,6 +55,16 @@ class Stacking:
         ]
 
     @property
+    def _flush(self) -> int:
+        """The micro-batches of a flush that this worker does as a whole; 0 if there is none."""
+        from pipeback.vectorized.stacks.eligible import flushes
+
+        if self._holding.shared or not flushes(self._method, outside=self._outside):
+            return 0
+        found = in_flushes(self._method.schedule_at(0, self._pushed))
+        return 0 if found is None or found.every == 1 else found.every  # a single one gains nothing
+
+    @property
     def _own(self) -> list[list[Stage]]:
         """The stages of this process, for every replica."""
         mine = {id(stage) for stage in self._holding.mine}
@@ -64,6 +76,7 @@ class Stacking:
 
         self._seen = []
         self._together = len(batches) if self._outside else None
+        self._pushed = len(batches)
         for x, y, _ in (batches[0], smallest(batches)):
             seen = StageInputs()
 
@@ -86,7 +99,9 @@ class Stacking:
         """
         from pipeback.vectorized.stacks.fit_stacks import Request, fitting
 
-        asked = Request(self._method, self._asked, current, self._worker, len(self._holding.stages), self._together)
+        asked = Request(
+            self._method, self._asked, current, self._worker, len(self._holding.stages), self._together, self._flush
+        )
         found: list[Any] = []
         told: dict[str, str] = {}
         for replica in range(len(self._holding.everywhere)):

@@ -117,5 +117,6 @@ def _loop(
     order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
     if stacks:
         order.leap, order.landed = partial(worker.executor.leap, order), worker.executor.land
+        order.by_group = worker.executor.by_group
     moves = store is not None and not isinstance(store, DeviceStore)
     return Loop(worker, order, holding.method, replica, shared, at_once=moves)

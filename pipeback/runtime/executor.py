@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from pipeback.schedules.flushes import FlushSpan
+from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
@@ -27,13 +29,19 @@ class Executor(Protocol):
     as_one: bool  # whether the operations of a wave are one call
     split: SplitOperations | None  # does I and W; None: it cannot split a backward
     whole: str  # why it cannot
+    by_group: bool  # whether it does groups of micro-batches as a whole
     undoes: bool  # whether a micro-batch whose forward fails can be taken back (`undo`)
 
     def record(self, on: bool) -> None:
         """Begin or end measuring operations; raises ValueError if they cannot be measured one by one."""
 
-    def leap(self, order: Order, span: TickSpan) -> int:
-        """Do as many ticks of a span as possible without any work per stage; return their number."""
+    def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
+        """Do as many ticks of a span as possible without any work per stage, or a flush; return their number."""
+
+    def begin_flush(self, first: int, count: int, schedule: Schedule) -> bool:
+        """Begin the flush of so many micro-batches, as far as it goes before the newest is judged outside; return
+        whether it was begun.
+        """
 
     def land(self) -> None:
         """Let stages and worker know of the ticks that were leapt."""

@@ -17,6 +17,7 @@ import torch
 
 from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.runners import EventLoop, Read
+from pipeback.schedules.flushes import in_flushes
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 
@@ -41,13 +42,29 @@ class OutsideTicks(EventLoop):
         loop, worker, order = self.loop, self.loop.worker, self.loop.order
         loop.reach(_never)
         self._judge, self._mbs = judge, loop.enter(xs, options, expected)
-        worker.run(order.advance(self._mbs.stop, order.at_last))
-        worker.executor.land()
-        early = worker.last, self._mbs[-1]
-        worker.forward([early])
-        worker.early = early
+        if not self._flushed():
+            worker.run(order.advance(self._mbs.stop, order.at_last))
+            worker.executor.land()
+            early = worker.last, self._mbs[-1]
+            worker.forward([early])
+            worker.early = early
         output, self._judge, self._output = self._output, None, None
         return output
+
+    def _flushed(self) -> bool:
+        """Do these micro-batches in whole flushes, all but the end of the last one; return whether it was done."""
+        loop, order, mbs = self.loop, self.loop.order, self._mbs
+        schedule = self.loop.method.schedule_at(order.start, loop.pushed)
+        found = in_flushes(schedule)
+        if found is None or not order.empty or len(mbs) % found.every or (mbs.start - order.start) % found.every:
+            return False
+        last = mbs.stop - found.every
+        if last > mbs.start:
+            loop.worker.run(order.advance(last))
+        if not loop.worker.executor.begin_flush(last, found.every, schedule):
+            return False
+        order.arrived = mbs.stop  # what goes on next ends the flush
+        return True
 
     def backward(self, gradients: Sequence[Value]) -> None:
         """Take the gradient of the newest."""

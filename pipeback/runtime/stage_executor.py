@@ -12,6 +12,8 @@ from pipeback.errors import StageError
 from pipeback.runtime.executor import SplitOperations
 from pipeback.runtime.split_executor import SplitExecutor
 from pipeback.runtime.worker import Worker
+from pipeback.schedules.flushes import FlushSpan
+from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.failed_graph import failed
@@ -25,6 +27,7 @@ class StageExecutor:
 
     as_one = False  # each operation is a call
     whole = ""
+    by_group = False
     undoes = True  # every operation leaves its results in the stages and the link
 
     def __init__(self, worker: Worker) -> None:
@@ -35,9 +38,13 @@ class StageExecutor:
     def record(self, on: bool) -> None:
         """Do nothing: the worker measures each operation."""
 
-    def leap(self, order: Order, span: TickSpan) -> int:
+    def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
         """Return 0: each operation is done by itself."""
         return 0
+
+    def begin_flush(self, first: int, count: int, schedule: Schedule) -> bool:
+        """Return False: each operation is done by itself."""
+        return False
 
     def land(self) -> None:
         """Do nothing: no tick is leapt."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from pipeback.schedules.ops import Op
 
@@ -37,3 +37,15 @@ class Foreseen(Iterator[Op]):
                     return
                 self._seen.append(op)
             yield self._seen[n]
+
+
+def richest(ready: list[int], near: deque[int], run: Callable[[int], int]) -> int:
+    """The stage to run next: one of those that ran lately (`near`, where it is noted), whose weights may still be here,
+    else the one with most to do. run: how many operations a stage could do in a row now.
+    """
+    lately = [s for s in ready if s in near]
+    best = max(lately or ready, key=run)
+    if best in near:
+        near.remove(best)
+    near.append(best)
+    return best

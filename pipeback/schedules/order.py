@@ -13,29 +13,19 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, starmap
 from operator import add
-from typing import Any, NamedTuple
+from typing import Any
 
-from pipeback.schedules.foreseen import Foreseen
+from pipeback.schedules.flushes import Flushes, FlushSpan, in_flushes, next_flush, next_group
+from pipeback.schedules.foreseen import Foreseen, richest
 from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, next_span
 from pipeback.schedules.split import after, splits
+from pipeback.schedules.warm_up import rounded
+from pipeback.schedules.waves import Ops as Ops  # executors take both from here
+from pipeback.schedules.waves import Wave as Wave
 from pipeback.schedules.worker_turns import Turns, by_worker
-
-Ops = Sequence[tuple[int, int]]  # (stage, micro-batch)
-
-
-class Wave(NamedTuple):
-    """Operations of one kind, at most one per stage, upstream first.
-
-    The forwards of a wave run in the order given, as one may feed the next. The backwards or updates of a wave do not
-    depend on each other, so that they can run as one.
-    """
-
-    kind: Kind
-    ops: list[tuple[int, int]]  # (stage, micro-batch)
-
 
 POLICIES = ("grouped", "upstream", "sticky", "random", "streaming", "skewed")
 FAR = 64  # the most operations that are looked at in advance
@@ -66,9 +56,10 @@ class Order:
         self._last = 0
         self._random = random.Random(seed)
         self._handed: Ops = ()  # the forwards of the last tick, which may not have been done yet
-        # does ticks at which stages do the same, and says how many; and is told when others follow
-        self.leap: Callable[[TickSpan], int] | None = None
+        # does ticks at which stages do the same, or a flush, and says how many; and is told when others follow
+        self.leap: Callable[[TickSpan | FlushSpan], int] | None = None
         self.landed: Callable[[], None] = lambda: None
+        self.by_group = False  # whether `leap` does groups as a whole
         self.restart(schedule)
 
     def restart(self, schedule: Schedule) -> None:
@@ -76,9 +67,10 @@ class Order:
         n = self.stages
         self.start = self.arrived  # the programs count micro-batches from here
         self._back: Kind = "I" if splits(schedule) else "B"  # what another stage waits for
-        self._flow = schedule if isinstance(schedule, Flowing) and schedule.every == 1 else None
+        self._flow = (in_flushes(schedule) if self.policy == "skewed" else None) or rounded(schedule)
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
+        self._ends = False  # whether the programs end with a group, so that the next one can be done as a whole
         self._leapt = [0] * n  # rounds of each stage that `leap` has done, and by which they have not been either
         self._turns: list[Turns] = []  # of each worker, where these decide and not the policy
         if isinstance(schedule, Placed):
@@ -101,7 +93,7 @@ class Order:
 
         done: with the policy `skewed`, ends them after a tick, as soon as it says so, be there input or not.
         """
-        one = arrived == self.arrived + 1 and self.policy == "grouped" and self._flow is not None
+        one = arrived == self.arrived + 1 and self.policy == "grouped" and isinstance(self._flow, Flowing)
         self.arrived = arrived
         if one and self._repeated is not None:
             yield from self._repeat()
@@ -151,7 +143,7 @@ class Order:
         return {
             "arrived": self.arrived,
             "start": self.start,
-            "fetched": [a + 3 * (self._owed + b) for a, b in zip(self._fetched, self._leapt, strict=True)],
+            "fetched": [a + self._ops(self._owed + b) for a, b in zip(self._fetched, self._leapt, strict=True)],
             "forwards": list(self.forwards),
             "backwards": list(self.backwards),
             "updated": list(self.updated),
@@ -288,7 +280,11 @@ class Order:
         for s, first in enumerate(self.backwards):
             self._programs[s] = self._flow.rounds(s, self.stages, first)
             self._heads[s] = next(self._programs[s])
-            self._fetched[s] += 3 * done[s]
+            self._fetched[s] += self._ops(done[s])
+
+    def _ops(self, rounds: int) -> int:
+        """The operations of so many rounds: F, B and, after every so many, U."""
+        return 2 * rounds + (rounds // self._flow.every if self._flow is not None else 0)
 
     def _ticks(self, done: Callable[[], bool] | None = None, *, until_input: bool = False) -> Iterator[Wave]:
         """Yield the waves of ticks while anything can be done. until_input: stop once the first stage awaits input."""
@@ -334,12 +330,24 @@ class Order:
             return self.forwards[0] >= self.arrived - self.start
         return self._heads[0] is not None and self._awaits_input(0, self._heads[0])
 
-    def _span(self) -> TickSpan | None:
-        turns = 0 if self._flow is None else self._flow.turns
-        arrived = self.arrived - self.start
-        return next_span(turns, self.forwards, self.backwards, self.updated, arrived) if turns else None
+    def _span(self) -> TickSpan | FlushSpan | None:
+        if isinstance(flow := self._flow, Flushes):
+            return self._group(flow) if self.by_group else None
+        if flow is None or not flow.turns or self.backwards[0] < flow.begins:
+            return None
+        return next_span(flow.turns, self.forwards, self.backwards, self.updated, self.arrived - self.start)
 
-    def skip(self, span: TickSpan, ticks: int) -> None:
+    def _group(self, flow: Flushes) -> FlushSpan | None:
+        """Return the group that begins now; if one can soon, leave the forwards after it until it does."""
+        arrived, end = self.arrived - self.start, next_group(flow, self.forwards, self.arrived - self.start)
+        if not self._ends and end is not None:
+            self._ends = True
+            for s, program in enumerate(self._programs):
+                self._programs[s] = until(self._rest(s, program), end, self.backwards[s], self.updated[s])
+                self._heads[s] = next(self._programs[s], None)
+        return next_flush(flow, self.forwards, self.backwards, self.updated, arrived)
+
+    def skip(self, span: TickSpan | FlushSpan, ticks: int) -> None:
         """Count as done so many ticks of a span."""
         every, step = span.stages, span.stages.step
         counts = self.forwards, self.backwards, self.updated, self._leapt
@@ -356,7 +364,8 @@ class Order:
     def _land(self) -> None:
         """Go on with the programs after rounds that `leap` has done."""
         self.landed()
-        if any(self._leapt):
+        if any(self._leapt) or (self._ends and not any(self._heads)):
+            self._ends = False
             leapt, self._leapt = self._leapt, [0] * self.stages
             self._begin_rounds(leapt)
 
@@ -367,20 +376,11 @@ class Order:
             elif self.policy != "upstream" and self._last in ready:
                 s = self._last
             else:
-                s = self._richest(ready) if self.policy == "streaming" else ready[0]
+                s = richest(ready, self._near, self._run) if self.policy == "streaming" else ready[0]
             self._last = s
             head = self._heads[s]
             assert head is not None  # it is ready
             yield Wave(head.kind, [self._take(s, head)])
-
-    def _richest(self, ready: list[int]) -> int:
-        """The stage to run next: one that ran lately, whose weights may still be here, else the one with most to do."""
-        near = [s for s in ready if s in self._near]
-        best = max(near or ready, key=self._run)
-        if best in self._near:
-            self._near.remove(best)
-        self._near.append(best)
-        return best
 
     def _run(self, s: int) -> int:
         """How many operations stage s could do in a row now."""

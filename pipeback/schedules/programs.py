@@ -110,6 +110,7 @@ class Flowing:
 
     slack: int
     every: int
+    begins = 0  # the micro-batch from which its rounds are alike
 
     def __call__(self, stage: int, stages: int) -> Iterator[Op]:
         yield from (Op("F", i) for i in range(self.slack * (stages - 1 - stage)))

@@ -77,6 +77,14 @@ def zero_bubble_in_flight(schedule: Schedule, stage: int, stages: int) -> int | 
     return int(min(m, slack * (stages - 1) + 1))
 
 
+def whole_in_flight(schedule: Schedule, stage: int, stages: int) -> int | None:
+    """The most micro-batches between F and I under `zb_h1` or `zb_h2`; None for other schedules."""
+    if not isinstance(schedule, partial) or schedule.func is not _zero_bubble:
+        return None
+    slack, m = schedule.args
+    return int(min(m, slack * (stages - 1 - stage) + 1))
+
+
 def late(slack: int = 2, late: int = 1) -> Schedule:
     """No flush, and W late by `late` micro-batches: the program of `flowing` with a split backward.
 
@@ -140,3 +148,10 @@ def _whole(schedule: Schedule, stage: int, stages: int) -> Iterator[Op]:
     for op in schedule(stage, stages):
         if op.kind != "W":
             yield Op("B", op.mb) if op.kind == "I" else op
+
+
+def unsplit(schedule: Schedule) -> Schedule:
+    """The schedule of which `whole` has made this one, or this one."""
+    if isinstance(schedule, partial) and schedule.func is _whole:
+        return schedule.args[0]  # type: ignore[no-any-return]
+    return schedule

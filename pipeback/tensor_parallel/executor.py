@@ -11,6 +11,8 @@ from pipeback.runtime.executor import SplitOperations
 from pipeback.runtime.link import WireLink
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
+from pipeback.schedules.flushes import FlushSpan
+from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
@@ -22,6 +24,7 @@ class TensorExecutor:
 
     apart = True  # backwards one by one, in the order in which the other ranks do them
     as_one = False  # each operation is a call
+    by_group = False
     split: SplitOperations | None = None
     whole = "several ranks compute it together"  # and both parts of a backward would exchange tensors
     undoes = False  # another rank of the group may have gone on
@@ -33,9 +36,13 @@ class TensorExecutor:
     def record(self, on: bool) -> None:
         """Do nothing: the worker measures each operation."""
 
-    def leap(self, order: Order, span: TickSpan) -> int:
+    def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
         """Return 0: each operation is done by itself."""
         return 0
+
+    def begin_flush(self, first: int, count: int, schedule: Schedule) -> bool:
+        """Return False: each operation is done by itself."""
+        return False
 
     def land(self) -> None:
         """Do nothing: no tick is leapt."""

@@ -11,9 +11,12 @@ from pipeback.errors import StageError
 from pipeback.runtime.executor import SplitOperations
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
+from pipeback.schedules.flushes import FlushSpan
+from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import Flight
+from pipeback.vectorized.flushes.whole_flush import WholeFlush, able
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.ticks.steady import Steady
 
@@ -36,25 +39,63 @@ class StackExecutor:
         self._of = {stage.index: stack for stack in stacks for stage in stack.stages}
         self._mixed = False  # whether some flights of stacked stages are autograd graphs, from a state
         self._steady: Steady | None = None
+        self._whole: WholeFlush | None = None
+        self.by_group = able(worker)
 
     def record(self, on: bool) -> None:
         """Raise ValueError if operations are to be measured."""
         if on:
             raise ValueError("record: stages that run as one cannot be measured apart; build it with vectorize=False")
 
-    def leap(self, order: Order, span: TickSpan) -> int:
-        """Do as many ticks of a span as possible without any work per stage; return their number.
+    def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
+        """Do as many ticks of a span as possible without any work per stage, or a flush; return their number.
 
         The order counts them. `land` comes before anything else is done.
         """
         worker = self.worker
-        watched = worker.watch is not None and worker.watch.busy
-        seen = worker.replicas or watched or worker.tracing or worker.samples
-        if seen or worker.clip_norm or worker.clip_value or worker.early or self._mixed or not self.stacks:
+        if self._whole is not None and self._whole.begun:
+            self._whole.end()
+            return span.ticks
+        if self._watched or worker.early or not self.stacks:
+            return 0
+        if isinstance(span, FlushSpan):
+            return self._flush(order, span)
+        if worker.samples or worker.clip_norm or worker.clip_value or self._mixed:
             return 0
         if self._steady is None:
             self._steady = Steady(worker, self.judged, self.stacks)
         return self._steady.run(order, span)
+
+    def _flush(self, order: Order, span: FlushSpan) -> int:
+        worker = self.worker
+        first = order.start + order.updated[0]
+        unjudged = not worker.stages[worker.last].judges and first + span.ticks == order.arrived
+        if not self.by_group or unjudged:  # outside, the newest is judged later (`begin_flush`)
+            return 0
+        self._flushing.run(first, span.ticks, worker.method.schedule_at(order.start, span.ticks))
+        return span.ticks
+
+    @property
+    def _watched(self) -> bool:
+        """Whether somebody looks at single operations."""
+        worker = self.worker
+        busy = worker.watch is not None and worker.watch.busy
+        return bool(worker.replicas or busy or worker.tracing)
+
+    @property
+    def _flushing(self) -> WholeFlush:
+        if self._whole is None:
+            self._whole = WholeFlush(self.worker, self._one_by_one, self.stacks, self.judged)
+        return self._whole
+
+    def begin_flush(self, first: int, count: int, schedule: Schedule) -> bool:
+        """Do all forwards of a flush, and its backwards but those for which a gradient is still to come from outside;
+        the next `leap` ends it. Returns whether that was possible.
+        """
+        if not self.by_group or self._watched or not self.stacks:
+            return False
+        self._flushing.begin(first, count, schedule, pauses=True)
+        return True
 
     def land(self) -> None:
         """Let stages and worker know of the ticks that were leapt."""
@@ -160,7 +201,7 @@ class StackExecutor:
         self.land()
         self.stacks = list(stacks)
         self._of = {stage.index: stack for stack in self.stacks for stage in stack.stages}
-        self._steady = None
+        self._steady = self._whole = None
 
     def _look(self) -> None:
         some = (self.stages[s] for s in self._of)

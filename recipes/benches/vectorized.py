@@ -56,12 +56,13 @@ class Case(NamedTuple):
 CASES = (
     Case("20 x 64", Linear, 20, (1, 64), 200),
     Case("48 x 64", Linear, 48, (1, 64), 100),
-    Case("20 x 256", Linear, 20, (1, 256), 60),
-    Case("20 x 256, micro-batch 8", Linear, 20, (8, 256), 60),
+    Case("20 x 256", Linear, 20, (1, 256), 50),
+    Case("20 x 256, micro-batch 8", Linear, 20, (8, 256), 50),
     Case("12 blocks, d 64, T 16", Transformer, 12, (1, 16, 64), 50),
     Case("12 blocks, d 128, T 32", Transformer, 12, (1, 32, 128), 25),
 )
 METHODS = ("pb", "cerebras", "pipedream")
+FLUSH = 25  # micro-batches per flush
 
 
 Factory = Callable[[Any], torch.optim.Optimizer]
@@ -95,6 +96,9 @@ def contenders(case: Case, compiled: bool) -> tuple[dict[str, Callable[[], Any]]
     }
     for method in METHODS:
         runs[f"{method}, vectorized"] = partial(pushed, pipeline(case, method, vectorize=True), x, y)
+    for name, vectorize in (("event loop", False), ("vectorized", True)):
+        gpipe = pipeback.methods.create("gpipe", micro_batches=FLUSH)
+        runs[f"gpipe, flushes of {FLUSH}, {name}"] = partial(pushed, pipeline(case, gpipe, vectorize=vectorize), x, y)
     runs["plain loop, AdamW"] = partial(plain, *model_and_step(case, adamw), x, y, case.shape[0])
     runs["pb, AdamW, vectorized"] = partial(pushed, pipeline(case, "pb", adamw, vectorize=True), x, y)
     pipe = pipeline(case, "pb", vectorize="auto")

@@ -59,6 +59,11 @@ LEAP = ("pb", "pb-v", "pb-slack1", "lwp", "lwp-horizon3", "sc", "sc-horizon2", "
         "spectrain-slack2", "pipedream", "pipedream-slack2", "pipemare", "pipemare-t1", "pipemare-t2", "staleness_lr",
         "spectrain-v2", "lwp-weight", "lwp-weight+sc", *OWN)  # fmt: skip
 
+# which consist of flushes, that are done as a whole
+FLUSH = ("gpipe", "gpipe-4", "one_f_one_b", "one_f_one_b-3", "zb_h1", "zb_h1-4", "zb_h2", "zb_h2-7", "interleaved",
+         "interleaved-4", "looped_bfs", "looped_bfs-3", "zb_v", "zb_v-4")  # fmt: skip
+GROUPED = ("pipedream_2bw",)  # groups of which are
+
 
 def pushed(pipe, sizes=(9, 1, 23, 2, 15), before=lambda n: None):
     """Losses and weights in flight, and drained; so many micro-batches of three samples a push."""

@@ -2,6 +2,7 @@
 
 import pytest
 
+from pipeback.vectorized.flushes.whole_flush import WholeFlush
 from pipeback.vectorized.ticks.steady import Steady
 
 
@@ -23,4 +24,18 @@ def leapt(monkeypatch):
         return found[-1]
 
     monkeypatch.setattr(Steady, "run", counted)
+    return found
+
+
+@pytest.fixture
+def flushed(monkeypatch):
+    """The micro-batches of every flush that was done as a whole."""
+    found, end = [], WholeFlush.end
+
+    def counted(self):
+        count = len(self._begun.mbs)
+        end(self)
+        found.append(count)
+
+    monkeypatch.setattr(WholeFlush, "end", counted)
     return found

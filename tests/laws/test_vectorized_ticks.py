@@ -214,6 +214,24 @@ def test_optimizers_and_rates_of_ticks(method, changing, factory, leapt):
     assert (sum(leapt) > 30) == (factory is not curious)
 
 
+@pytest.mark.parametrize("t1", [True, False])
+@pytest.mark.parametrize("sizes", [(50,), (3, 2, 9, 1, 30, 20)], ids=str)
+def test_after_a_warm_up(t1, sizes, leapt):
+    """The pipeline is emptied once, and filled again; from then on ticks are those of a flowing pipeline."""
+    method = methods.create("pipemare", warmup=8, t1=t1, **({"anneal": 6} if t1 else {}))
+    one, other = pipelines(method)
+    same(pushed(other, sizes), pushed(one, sizes))
+    assert sorted(other.ledger) == sorted(one.ledger) and sum(leapt) > 10
+    resumed, whole = list(pipelines(method))[1], next(iter(pipelines(method)))
+    x, y = (torch.cat(some) for some in zip(*doubles(60), strict=True))
+    before = list(pipelines(method))[1]
+    before.push(x[:60], y[:60])
+    resumed.load_state_dict(before.state_dict())
+    resumed.push(x[60:], y[60:])
+    whole.push(x, y)
+    same([weights(resumed)], [weights(whole)])
+
+
 @pytest.mark.parametrize("case", ["pipedream", "pipemare"])
 def test_adam_where_backwards_run_on_other_weights(case, leapt):
     found = []

@@ -130,6 +130,41 @@ def test_ticks_that_are_leapt_are_those_that_would_come(slack, stages, pushes, m
     assert waves == found and waves[len(waves) - len(third) :] == third
 
 
+@given(
+    st.sampled_from([0, 1, 2]), st.integers(1, 4), st.integers(0, 3),
+    st.lists(st.tuples(st.integers(1, 30), st.one_of(st.none(), st.integers(0, 9))), min_size=1, max_size=6),
+)  # fmt: skip
+def test_groups_that_are_leapt_leave_everything_as_it_was(slack, stages, more, pushes):
+    """Whole groups or not, the same has been done when nothing is left, and a state goes on as well."""
+    every = slack * (stages - 1) + 1 + more
+    one, other = (Order(flowing(slack, every), stages, policy="skewed") for _ in range(2))
+    leapt = []
+
+    def leap(span):
+        assert other.forwards == other.backwards == other.updated == [other.forwards[0]] * stages
+        assert list(span.stages) == list(range(stages)) and span.ticks == every
+        leapt.append(other.forwards[0])
+        return every
+
+    other.leap, other.by_group = leap, True
+    arrived = 0
+    for pushed, ticks in pushes:
+        arrived += pushed
+        for order in (one, other):
+            list(order.advance(arrived))
+            list(order.rest(None if ticks is None else partial(next, iter([False] * ticks), True)))
+            if ticks is None:
+                assert one.state() == other.state() or order is one
+    third = Order(flowing(slack, every), stages, policy="skewed")
+    list(other.rest())
+    third.resume(flowing(slack, every), other.state())
+    for order in (one, other, third):
+        list(order.close(arrived))
+    assert one.state() == other.state() == third.state()
+    if every > 1 and len(pushes) == 1:
+        assert len(leapt) == max(0, arrived - slack * (stages - 1)) // every
+
+
 @given(st.integers(0, 3), st.integers(1, 6), st.lists(st.sampled_from([1, 1, 1, 2, 3]), max_size=20))
 def test_waves_that_are_repeated_are_those_that_would_come(slack, stages, pushes):
     """With or without a memory of the last micro-batch, the same waves in the same order, to the end."""

@@ -75,13 +75,17 @@ class InterruptibleWait:
             self.pulse()
         except BaseException as error:
             self.error = error
-            self.end.set()
-            with suppress(RuntimeError, ValueError):  # ValueError: the group was destroyed
-                nothing: Any = dist.irecv(torch.empty(1), self.peer, group=self.group)
-                nothing.wait(timedelta(milliseconds=1))
+            self.sever()
 
     def close(self) -> None:
         self.end.set()
+
+    def sever(self) -> None:
+        """End all works of the group, those that nobody waits for, too."""
+        self.end.set()
+        with suppress(RuntimeError, ValueError):  # ValueError: the group was destroyed
+            nothing: Any = dist.irecv(torch.empty(1), self.peer, group=self.group)
+            nothing.wait(timedelta(milliseconds=1))
 
 
 def _watch(vigil: weakref.ref[InterruptibleWait], end: threading.Event) -> None:

@@ -15,14 +15,16 @@ from pipeback.stages.stage import Stage
 from pipeback.vectorized.buffers.held_tensors import HeldTensors
 from pipeback.vectorized.buffers.ring_buffers import RingBuffers
 from pipeback.vectorized.buffers.waiting import Waiting
+from pipeback.vectorized.making.bounded_cache import BoundedCache
 from pipeback.vectorized.making.fastest_way import Tried, Way, ways
 from pipeback.vectorized.making.resized import Otherwise
+from pipeback.vectorized.making.shared_graphs import SharedGraphs
 from pipeback.vectorized.making.sizes import Sizes
-from pipeback.vectorized.making.timing import called, channels_last, gain, seconds, trial
+from pipeback.vectorized.making.timing import called, channels_last, flush_gain, gain, seconds, trial
 from pipeback.vectorized.making.verify import captured, examples, resized_alike, verified
 from pipeback.vectorized.steps.rows import Rows
 from pipeback.vectorized.tracing.capture import Unfit
-from pipeback.vectorized.tracing.forms import Kind, floating, leaves
+from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
 
 Compile = Callable[[Any], Any]
 LARGE = 1 << 20  # bytes of weights above which no cache holds a gradient until the step, and a compiler gains nothing
@@ -47,6 +49,7 @@ class GraphMaker:
                 self.fuse = lambda tick: torch.compile(tick, **of_ticks(options))
         self.way = Way()  # how convolutions are computed
         self.tried: list[Tried] | None = None  # the ways, the fastest first, until one is settled on
+        self._shared: BoundedCache[Kind, SharedGraphs] = BoundedCache()
 
     @property
     def plain(self) -> bool:
@@ -128,6 +131,21 @@ class GraphMaker:
             return None
         return sizes
 
+    def shared(self, kind: Kind, xs: Sequence[Tensor] | None = None) -> SharedGraphs:
+        """Return the graphs of several micro-batches at once, which share the weights of one stage.
+
+        xs: the inputs of one micro-batch; None: numbers are made up. Raises `Unfit` where there are none.
+        """
+        if kind not in self._shared:
+            given = self._examples(kind, None if xs is None else packed(xs, kind.packed))
+            try:
+                self._shared[kind] = SharedGraphs(self.stages, given, kind)
+            except Unfit:
+                raise
+            except Exception as error:  # whatever the user's code or torch raises: the stages still run one by one
+                raise Unfit(f"torch cannot run several micro-batches at once: {error}") from error
+        return self._shared.used(kind)
+
     # -- how fast they are -------------------------------------------------------------------------------------------
 
     def gain(self, waiting: Waiting, *, steps: bool) -> float:
@@ -140,6 +158,12 @@ class GraphMaker:
             self.stages, waiting.written, rows.weights, rows.trained, waiting.kind, waiting.device,
             steps=steps and self.fuse is None, change=change,
         )  # fmt: skip
+
+    def flush_gain(self, kind: Kind, count: int) -> float:
+        """Return the speed-up of F and B of so many micro-batches at once, at one stage, over one after the other."""
+        stage, device = self.stages[-1], self.stages[-1].device or torch.device("cpu")
+        xs = [torch.stack([v] * count) for v in self._examples(kind, None)]
+        return flush_gain(stage, self.shared(kind).at(count, xs), xs, device, whole=kind.packed)
 
     def faster_apart(self, waiting: Waiting, by: float) -> bool:
         """Return whether F and B of each stage as a graph of its own are faster, by a factor, than all as one."""

@@ -21,6 +21,7 @@ from pipeback.vectorized.tracing.graphs import Graph, Graphs, direct
 from pipeback.vectorized.tracing.product_gradients import accumulating
 
 REPEATS = 7
+MANY = 8  # micro-batches one after the other, of which the time of more is known
 Called = tuple[Graph, Graph, Graph]  # F, B, and what B needs of the weights alone, as ticks call them
 
 
@@ -62,6 +63,31 @@ def gain(
             context.enter_context(untouched(stage.module))
         times = seconds([apart, as_one], device)
     return times[0] / times[1]
+
+
+def flush_gain(stage: Stage, graphs: Graphs, xs: Sequence[Tensor], device: torch.device, *, whole: bool) -> float:
+    """Return the speed-up of F and B of several micro-batches at once, xs (n, …), over autograd, one after the other.
+
+    graphs: of so many micro-batches, which share the weights of the stage.
+    """
+    weights, n = [p.detach() for p in stage.module.parameters()], len(xs[0])
+    with torch.no_grad():
+        gs = _gradients(graphs, weights, xs)
+
+    def at_once() -> None:
+        with torch.no_grad():
+            saved = graphs.forward(*weights, *xs)[graphs.outputs :]
+            graphs.backward(*saved, *graphs.made(*weights), *(gs[n] for n in graphs.gives))
+
+    each = [([x[r] for x in xs], [g[r] for g in gs]) for r in range(min(n, MANY))]
+
+    def one_by_one() -> None:
+        for some, back in each:
+            _by_autograd([stage], some, back, (), whole=whole)
+
+    with untouched(stage.module):
+        times = seconds([one_by_one, at_once], device)
+    return times[0] * n / len(each) / times[1]
 
 
 def called(graphs: Graphs, weights: int, trained: Sequence[int], *, steps: bool = True) -> Called:

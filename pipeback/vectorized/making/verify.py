@@ -62,18 +62,23 @@ def verified(
 
 
 def captured(
-    stages: Sequence[Stage], weights: Sequence[Tensor], xs: Sequence[Tensor], kind: Kind, rows: int, *, products: bool
-) -> Graphs:
-    """Return the graphs of stages like these, for so many rows: as many as `weights` have. Raises `Unfit`."""
+    stages: Sequence[Stage], weights: Sequence[Tensor], xs: Sequence[Tensor], kind: Kind, rows: int, *, products: bool,
+    shared: bool = False,
+) -> Graphs:  # fmt: skip
+    """Return the graphs of stages like these, for so many rows: as many as `weights` have. Raises `Unfit`.
+
+    shared: the rows are micro-batches of one stage, whose weights these are.
+    """
     like = stages[-1].module  # not the first stage: in a traced model its input has no gradient
     pairs = zip([name for name, _ in like.named_parameters()], weights, like.parameters(), strict=True)
     named = {name: w.requires_grad_(p.requires_grad) for name, w, p in pairs}
     try:
         traits = check_plain(stages, packed(xs, kind.packed))
-        enters = rows == 1 and not stages[0].index
+        enters = len(stages) == 1 and not stages[0].index
         return capture(
-            like, named, _repeated(xs, rows), traits, rows=rows, whole=kind.packed, enters=enters, products=products
-        )
+            like, named, _repeated(xs, rows), traits, rows=rows, whole=kind.packed, enters=enters, products=products,
+            shared=shared,
+        )  # fmt: skip
     finally:
         for w in weights:
             w.requires_grad_(False)
@@ -123,6 +128,50 @@ def judged_alike(stage: Stage, graph: Graph, x: Any, target: Any) -> None:
             raise Unfit("its graph computes something else")
         if a is not None and b is not None and not _close(a, b):
             raise Unfit("its graph computes something else")
+
+
+def shared_alike(stage: Stage, graphs: Graphs, xs: Sequence[Tensor], *, whole: bool) -> None:
+    """Raise `Unfit` unless the graphs of several micro-batches, xs (n, …), do what the stage does with each of them."""
+    weights, count = [p.detach() for p in stage.module.parameters()], len(xs[0])
+    with torch.no_grad():
+        found = graphs.forward(*weights, *xs)
+        ys, saved = found[: graphs.outputs], found[graphs.outputs :]
+        gs = [example(y.shape, y.dtype, y.device) for y in ys]
+        back = graphs.backward(*saved, *graphs.made(*weights), *(gs[n] for n in graphs.gives))
+    trained = [n for n, p in enumerate(stage.module.parameters()) if p.requires_grad]
+    grads, gxs = [back[n] for n in trained], back[len(weights) :]
+    sums: list[Any] = [None] * len(trained)
+    for n in range(count):
+        outs, wanted = _both(stage, stage.module, [x[n] for x in xs], [g[n] for g in gs], whole)
+        mine = [None if gx is None else gx[n] for gx in gxs]
+        own = wanted[: len(xs)] if stage.index else [None] * len(xs)  # nobody needs that of the first stage's input
+        _must_be_close([*(y[n] for y in ys), *(mine if stage.index else own)], [*outs, *own])
+        sums = [g if total is None else total + g for total, g in zip(sums, wanted[len(xs) :], strict=True)]
+    _must_be_close(grads, sums)
+
+
+def losses_alike(stage: Stage, graph: Graph, xs: Sequence[Tensor], target: Tensor, *, whole: bool) -> None:
+    """Raise `Unfit` unless the graph of several micro-batches does what the last stage does with each of them."""
+    assert stage.loss is not None
+    seeds = torch.arange(1.0, len(target) + 1, dtype=torch.float64, device=target.device).to(xs[0].dtype)
+    with torch.no_grad():
+        losses, *found = graph(*(p.detach() for p in stage.module.parameters()), *xs, target, seeds)
+    sums: list[Any] = [None] * len(stage.params)
+    for n in range(len(target)):
+        with torch.enable_grad(), untouched(stage.module):
+            inputs = [x[n].detach().clone().requires_grad_(floating(x.dtype)) for x in xs]
+            loss = stage.loss(stage.module(packed([v.clone() for v in inputs], whole)), target[n])
+            wanted = differentiated([loss], [seeds[n].to(loss.dtype)], [*inputs, *stage.params])
+        mine = [None if gx is None else gx[n] for gx in found[: len(xs)]]
+        _must_be_close([losses[n], *mine], [loss, *wanted[: len(xs)]])
+        sums = [g if total is None else total + g for total, g in zip(sums, wanted[len(xs) :], strict=True)]
+    _must_be_close(found[len(xs) :], sums)
+
+
+def _must_be_close(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
+    for a, b in zip(found, wanted, strict=True):
+        if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b)):
+            raise Unfit("several micro-batches at once compute something else")
 
 
 def check_plain(stages: Sequence[Stage], x: Any) -> Traits:

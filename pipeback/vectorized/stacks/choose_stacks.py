@@ -12,7 +12,7 @@ from pipeback.schedules.timeline import in_flight
 from pipeback.stages import compiled
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.making.cuda_graph import CudaGraphed
-from pipeback.vectorized.stacks.eligible import leaps
+from pipeback.vectorized.stacks.eligible import flushes, leaps
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.tracing.capture import signature
 
@@ -104,7 +104,7 @@ def _shaper(method: Method, compile: bool | dict[str, Any], vectorize: bool | st
 
 def _groups(stages: Sequence[Stage], method: Method, count: int, owner: Sequence[int] | None) -> list[list[Stage]]:
     groups = alike(stages, Shaper(method, count, None, False).turns, owner)
-    if leaps(method):
+    if leaps(method) or (owner is None and flushes(method, outside=not stages[-1].judges)):
         return groups
     # stages without weights, and single ones, gain nothing
     return [group for group in groups if len(group) >= LEAST and group[0].params]

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from pipeback.methods.base import Method, When, described
+from pipeback.methods.base import HOOKS, Method, When, described, overrides
+from pipeback.schedules.flushes import in_flushes
 from pipeback.schedules.programs import Flowing
 
 AMONG = 3  # stages, of which a method is asked what it keeps
@@ -17,6 +18,16 @@ AMONG = 3  # stages, of which a method is asked what it keeps
 def leaps(method: Method) -> bool:
     """Whether a method has ticks at which every stage, or every second one, does the same without calling hooks."""
     return why_not(method) is None
+
+
+def flushes(method: Method, *, outside: bool = False) -> bool:
+    """Whether a method consists of flushes or groups, of which a stage can do all micro-batches at once. outside:
+    whether the loss is computed outside of the pipeline.
+    """
+    found = in_flushes(method.schedule)
+    if found is None or found.slack:
+        return found is not None and method.fixed_groups and not outside
+    return method.copies == "live" and not any(overrides(method, hook) for hook in HOOKS[:2])
 
 
 def why_not(method: Method) -> str | None:

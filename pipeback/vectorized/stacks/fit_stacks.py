@@ -38,6 +38,7 @@ class Request(NamedTuple):
 
     options: those of the optimizers. worker: the arguments of the worker. stages: how many the pipeline has. together:
     after how many micro-batches the pipeline waits for the last of them to come to the last stage; None: it need not.
+    flush: the micro-batches of a flush that one worker does as a whole; 0: there is none.
     """
 
     method: Method
@@ -46,6 +47,7 @@ class Request(NamedTuple):
     worker: Mapping[str, Any]
     stages: int
     together: int | None = None
+    flush: int = 0
 
     @property
     def waits(self) -> float:
@@ -54,8 +56,10 @@ class Request(NamedTuple):
 
     def why_not(self, stacks: Sequence[Stack]) -> str | None:
         """Why no tick can be one function with this method, these options and the optimizers of the stages; None if
-        some can.
+        some can, or whole flushes.
         """
+        if self.flush:
+            return None
         reason = why_not(self.method)
         if reason is not None:
             return reason
@@ -134,14 +138,15 @@ def _divided(
         else:
             try:
                 _learn(stack, seen[0])
+                pays, told = _judged(stack, asked, shaper, leap=leap)
             except Unfit as error:
                 pays, told, apart = False, str(error), apart and isinstance(error.__cause__, Unlike)
             else:
-                pays, told = _judged(stack, asked, shaper, leap=leap)
                 told += "" if leap else f"; no tick is one function: {reason}"
                 timed = asked.vectorize == "auto" and not torch.are_deterministic_algorithms_enabled()
                 # an update with rows, which is not timed, saves more than graphs of single stages do
-                apart = apart and timed and (not pays or (not steps_rows(asked.method) and stack.faster_apart(CLEARLY)))
+                apart = apart and timed and not asked.flush
+                apart = apart and (not pays or (not steps_rows(asked.method) and stack.faster_apart(CLEARLY)))
         if apart:
             waiting[:0] = [shaper.stack([stage]) for stage in stack.stages]
             continue
@@ -194,6 +199,8 @@ def _learn(stack: Stack, seen: StageInputs) -> None:
 
 def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tuple[bool, str]:
     """Return whether a stack should run as one, and what is told of it. leap: whether whole ticks are one function."""
+    if asked.flush:
+        return _judged_flush(stack, asked)
     ticks = 1.0 if leap else calls(asked.method.schedule, asked.stages, stack)
     times = stack.gain(steps=leap) / (ticks + asked.waits)
     full = shaper.turns == 1 and ticks < SPARSE
@@ -207,6 +214,18 @@ def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tupl
             f"stage by stage: {as_one}, F and B are {times:.2f} times as fast, which pays from {enough:g} on with "
             f"these options and {asked.method!r}"
         )
+    return True, f"{as_one}, which makes F and B {times:.1f} times as fast"
+
+
+def _judged_flush(stack: Stack, asked: Request) -> tuple[bool, str]:
+    """Return whether the stages should do the micro-batches of a flush at once, and what is told of it."""
+    groups = "groups" if any(asked.method.delays(asked.stages)) else "flushes"
+    as_one = f"{'as a graph' if stack.alone else 'as one'} in whole {groups}"
+    if torch.are_deterministic_algorithms_enabled() and asked.vectorize == "auto":  # times must not change bits
+        return True, as_one
+    times = stack.flush_gain(asked.flush)
+    if asked.vectorize == "auto" and times < WHOLE:
+        return False, f"stage by stage: {as_one}, F and B are {times:.2f} times as fast, which pays from {WHOLE:g} on"
     return True, f"{as_one}, which makes F and B {times:.1f} times as fast"
 
 

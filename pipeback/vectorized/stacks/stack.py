@@ -85,6 +85,7 @@ class Stack:
         self._era = 0  # how often the computation of the modules has changed
         self._unfit: dict[Kind, str] = {}  # why the stages cannot run as one, by kind
         self.told: dict[str, str] = {}  # what the user is told about stacks, by their names
+        self.flushed = 0  # the most bytes that one stage has kept within a flush (`flushes/whole_flush`)
         self.leaps = False  # whether most ticks skip `forward` and `backward`, which then need no compiler
 
     @property
@@ -137,8 +138,12 @@ class Stack:
 
     @property
     def held(self) -> int:
-        """Bytes per stage of the ring buffers for micro-batches in flight, whether they are full or not."""
-        return sum(self._rings[kind].nbytes for kind in self._busy) // len(self.stages)
+        """Bytes per stage of the ring buffers for micro-batches in flight, full or not, and of what flushes keep."""
+        return self.flushed + sum(self._rings[kind].nbytes for kind in self._busy) // len(self.stages)
+
+    def note_flush(self, kept: int) -> None:
+        """Note that one stage has kept so many bytes within a flush."""
+        self.flushed = max(self.flushed, kept)
 
     @property
     def beside(self) -> int:
@@ -227,6 +232,10 @@ class Stack:
     def gain(self, *, steps: bool) -> float:
         """As `GraphMaker.gain`."""
         return self.maker.gain(self._rings[self.known], steps=steps)
+
+    def flush_gain(self, count: int) -> float:
+        """As `GraphMaker.flush_gain`."""
+        return self.maker.flush_gain(self.known, count)
 
     def faster_apart(self, by: float) -> bool:
         """As `GraphMaker.faster_apart`."""

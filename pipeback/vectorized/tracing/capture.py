@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx, nn
-from torch.func import functional_call, grad_and_value, vmap
+from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from pipeback.vectorized.tracing.convolutions import AS_PRODUCTS
@@ -57,13 +57,14 @@ def capture(
     whole: bool = False,
     enters: bool = False,
     products: bool = False,
+    shared: bool = False,
 ) -> Graphs:
     """Return the graphs of n modules like this one.
 
     weights: (n, …) by name; trainable ones require a gradient. xs: (n, …), the inputs; whole: given to the module as a
     tuple. rows: n. enters: whether the inputs have no gradients, since no stage stands before. products: whether
-    convolutions of one sample are written as products of matrices. Raises `Unfit` where torch cannot trace n modules at
-    once.
+    convolutions of one sample are written as products of matrices. shared: whether the n inputs are all of one
+    module, whose weights have no dimension of rows. Raises `Unfit` where torch cannot trace n modules at once.
     """
     from functorch.compile import aot_function, default_partition, make_boxed_func  # takes a second to import
 
@@ -79,7 +80,9 @@ def capture(
 
     def all_of_them(*given: Tensor) -> tuple[Tensor, ...]:
         values, inputs = given[:-count], given[-count:]
-        found: tuple[Tensor, ...] = one(values, *inputs) if rows == 1 else vmap(one)(values, *inputs)
+        alone = rows == 1 and not shared
+        dims = (None if shared else 0, *(0 for _ in inputs))
+        found: tuple[Tensor, ...] = one(values, *inputs) if alone else vmap(one, dims)(values, *inputs)
         return tuple(y.contiguous() for y in found)
 
     def keep(which: str) -> Callable[[fx.GraphModule, Any], Any]:
@@ -99,7 +102,11 @@ def capture(
     inputs = [x.detach().clone().requires_grad_(floating(x.dtype) and not enters) for x in xs]
     try:
         # vmap has no rule for the fused kernels of attention, but has rules for its plain operations
-        with torch.enable_grad(), sdpa_kernel(SDPBackend.MATH), GroupNormsAsOne() if rows > 1 else nullcontext():
+        with (
+            torch.enable_grad(),
+            sdpa_kernel(SDPBackend.MATH),
+            GroupNormsAsOne() if rows > 1 and not shared else nullcontext(),
+        ):
             ys = function(*given, *inputs)
             gives = tuple(n for n, y in enumerate(ys) if y.requires_grad)
             torch.autograd.backward([ys[n] for n in gives], [torch.ones_like(ys[n]) for n in gives])
@@ -161,6 +168,52 @@ def capture_loss_stage(
     except Exception as error:  # the user's code or torch may raise any error
         raise Unfit(f"torch cannot write it as one graph: {str(error).strip().partition(chr(10))[0]}") from error
     return direct(graph.forward)
+
+
+def capture_losses(
+    module: nn.Module, loss: Callable[[Any, Any], Tensor], xs: Sequence[Tensor], target: Tensor, *, whole: bool,
+    clones: bool = False,
+) -> Graph:  # fmt: skip
+    """Return the forward and backward of the stage with the loss, of n micro-batches at once, as one graph.
+
+    xs, target: (n, …). The graph maps (*weights, *X, target, seeds) to (losses (n), *gradients of the inputs (n, …),
+    *gradients of the weights that train, each summed with the n `seeds` as factors). whole, clones: as for `capture`.
+    Raises `Unfit` where torch cannot trace it so.
+    """
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, too
+
+    weights = dict(module.named_parameters())
+    trained = [name for name, p in weights.items() if p.requires_grad]
+    moving = [n for n, v in enumerate(xs) if floating(v.dtype)]
+
+    def all_of_them(*given: Any) -> Any:
+        values, inputs, (target, seeds) = (
+            dict(zip(weights, given, strict=False)), given[len(weights) : -2], given[-2:],
+        )  # fmt: skip
+
+        def of(some_inputs: Mapping[int, Tensor], some: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+            def one(target: Tensor, *mine: Tensor) -> Tensor:
+                mine = tuple(v.clone() for v in mine) if clones else mine
+                return loss(functional_call(module, {**values, **some}, (packed(mine, whole),)), target)
+
+            found = vmap(one)(target, *(some_inputs.get(n, v) for n, v in enumerate(inputs)))
+            return (found * seeds).sum(), found
+
+        (gxs, grads), found = grad(of, argnums=(0, 1), has_aux=True)(
+            {n: inputs[n] for n in moving}, {name: values[name] for name in trained}
+        )
+        return found, *(gxs.get(n) for n in range(len(inputs))), *(grads[name] for name in trained)
+
+    try:
+        with torch.no_grad():
+            seeds = torch.ones(len(target), dtype=xs[moving[0]].dtype, device=target.device)
+        given = *(p.detach() for p in weights.values()), *xs, target, seeds
+        with sdpa_kernel(SDPBackend.MATH):
+            graph = simplified(make_fx(all_of_them)(*given))
+    except Exception as error:  # the user's code or torch may raise any error
+        raise Unfit(f"torch cannot write it as one graph: {str(error).strip().partition(chr(10))[0]}") from error
+    found: Graph = graph.forward
+    return found
 
 
 def signature(module: nn.Module) -> tuple[Any, ...]:
