@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH ?=
 WITH ?=
 WORKERS ?= 2
+# options of tests/soak.py, say SOAK="--only laws -- -n 2"; none: all files that have not passed at this commit
+SOAK ?=
 # sections and options of `pipeback bench`, say BENCH="table repeats=5"; none: all sections
 BENCH ?=
 NOTHING :=
@@ -35,7 +37,7 @@ test: setup
 	$(BIN)/python -m pytest -q -n $(WORKERS)
 
 soak: setup
-	$(BIN)/python -m pytest -q -m soak --timeout 3600
+	$(BIN)/python -m tests.soak $(SOAK)
 
 bench: setup
 	$(BIN)/python recipes/bench.py $(BENCH)

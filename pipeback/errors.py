@@ -47,14 +47,17 @@ class PushLeftOut(StageError):
 
 
 class RankError(RuntimeError):
-    """A rank of the pipeline failed: `rank` is its global rank. The message is the same on every rank."""
+    """A rank of the pipeline failed: `rank` is its global rank. The message is the same on every rank.
 
-    def __init__(self, message: str, rank: int) -> None:
+    operation    where it raised a `StageError`: the operation of that; else None
+    """
+
+    def __init__(self, message: str, rank: int, operation: str | None = None) -> None:
         super().__init__(message)
-        self.rank = rank
+        self.rank, self.operation = rank, operation
 
     def __reduce__(self) -> Any:
-        return RankError, (str(self), self.rank)
+        return RankError, (str(self), self.rank, self.operation)
 
 
 class StoreError(RuntimeError):

@@ -15,8 +15,10 @@ auto        vectorize=True and "auto" over the event loop, by method; and the sp
 pushes      pushes of 256 micro-batches whose losses are read each time over one long push, as one and in the event loop
 threads     two threads on two cores against two independent single-process copies that run at once
 processes   two ranks against two such copies and against torch.distributed.pipelining; memory per rank
+            options: cases=
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
 splitting   seconds of cutting resnet50 into stages; the cost of passing dictionaries and long skips along
+research    CPU milliseconds per update of 32 stages of width 48 under AdamW, by method, as sweeps train them
 memory      weight copies and method state, measured and declared; memory after 100 and after 10,000 micro-batches
 stability   largest stable ηλ on a quadratic, observed beside theory; only if it is named (benches/stability.py)
             options: methods= momenta= delays= out=FILE
@@ -25,8 +27,8 @@ imports     `import pipeback` beyond `import torch`
 
     pipeback bench event_loop vectorized lightning against=../before repeats=30
 
-against=PATH compares the sections event_loop, vectorized, lightning and imports with another source tree, whose top
-folder is PATH: two processes, one per tree, train the same networks in turns (benches/against.py)
+against=PATH compares the sections event_loop, vectorized, lightning, research and imports with another source tree,
+whose top folder is PATH: two processes, one per tree, train the same networks in turns (benches/against.py)
 """
 
 from __future__ import annotations
@@ -40,15 +42,16 @@ from pipeback.recipes.provenance import command, heading, load, provenance
 SECTIONS = {
     name: name for name in (
         "table", "scaling", "event_loop", "vectorized", "auto", "pushes", "threads", "processes", "streaming",
-        "splitting", "memory", "imports", "stability",
+        "splitting", "research", "memory", "imports", "stability",
     )
 } | {"lightning": "under_lightning"}  # fmt: skip
 NAMED = {"stability"}  # sections that run only if they are named
 OPTIONS = {
     "table": ("networks", "contenders", "out", "read", "page"),
     "scaling": ("stages", "methods", "slack", "micro_batches"),
+    "processes": ("cases",),
     "stability": ("methods", "momenta", "delays", "out"),
-    **dict.fromkeys(("event_loop", "vectorized", "lightning", "imports"), ("against",)),
+    **dict.fromkeys(("event_loop", "vectorized", "lightning", "research", "imports"), ("against",)),
 }  # fmt: skip
 
 

@@ -52,12 +52,13 @@ def share(
     opened: Opened = lambda stage: nullcontext(),
     take: Callable[[Stage, stage_state.Tensors], None] | None = None,
     copy: bool = True,
+    alone: bool = False,
 ) -> Share:
     """Return copies of the state of these stages and loops; no operation may be running.
 
     opened: a context in which a stage is in host memory. take: is called with the tensors of each stage in turn; the
     share then holds none. copy=False: the tensors are those in use, which may be out of memory; if they are split over
-    ranks, they are this rank's pieces.
+    ranks, they are this rank's pieces. alone: with what all replicas have in common, whichever this one is.
     """
     groups: dict[int, Any] = {}
 
@@ -78,7 +79,7 @@ def share(
             tensors, plain = stage_state.save(stage, mine, number, copy=copy)
         own = partial(_own, stage)
         if stage.home.share is None or stage.home.flat is None:
-            tensors = {k: v for k, v in tensors.items() if own(k)}
+            tensors = {k: v for k, v in tensors.items() if alone or own(k)}
         elif copy:  # otherwise this rank's store keeps its pieces
             tensors = stage.home.share.whole(tensors, own)
         if stage.home.shards is not None:
@@ -133,6 +134,20 @@ def merge(shares: Sequence[Share], plain: Plain) -> dict[str, Any]:
         "stages": plains,
         "groups": {**groups, **plain["groups"]},
     }
+    return {"format": FORMAT, "stages": tensors, "plain": whole}
+
+
+def of_one(own: Share, plain: Plain, stages: int) -> dict[str, Any]:
+    """Return a state that only the process with this share, taken `alone`, can load. stages: how many there are."""
+    tensors: list[stage_state.Tensors] = [{} for _ in range(stages)]
+    plains: list[Plain] = [{} for _ in range(stages)]
+    for s, replica, some, values in own.parts:
+        where = {k: f"replica/{replica}/{k}" for k in some if replica and not k.startswith(COMMON)}
+        tensors[s] = {where.get(k, k): value for k, value in some.items()}
+        plains[s] = {**values, "replicas": [values] * replica}
+    last = max(own.loops)
+    groups = {str(since): group for since, group in own.groups.items()} | plain["groups"]
+    whole = {**plain, "loops": [own.loops[last]] * (last + 1), "stages": plains, "groups": groups}
     return {"format": FORMAT, "stages": tensors, "plain": whole}
 
 

@@ -7,7 +7,8 @@ from importlib.metadata import version
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from pipeback.distributed.ranks import Ranks
 from pipeback.stages.stage import Stage
@@ -48,7 +49,7 @@ def agree(ranks: Ranks, stages: Sequence[Stage], **options: Any) -> None:
                 raise ValueError(
                     f"{stages[s].label} is on the meta device on some ranks; build it there on all of them, or on none"
                 )
-            ranks.share(some)
+            _share(ranks, some)
 
 
 def alike(ranks: Ranks, model: nn.Module) -> None:
@@ -60,4 +61,21 @@ def alike(ranks: Ranks, model: nn.Module) -> None:
     ranks.agree({"model": [(name, tuple(t.shape), str(t.dtype)) for name, t in tensors.items()]})
     every = ranks.gather(None if any(t.is_meta for t in tensors.values()) else checksum(list(tensors.values())), CALL)
     if any(theirs != every[0] for theirs in every):
-        ranks.share([t for t in tensors.values() if not t.is_meta])
+        _share(ranks, [t for t in tensors.values() if not t.is_meta])
+
+
+def _share(ranks: Ranks, tensors: Sequence[Tensor]) -> None:
+    """Give every rank the first rank's values."""
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            with torch.no_grad():
+                tensor.copy_(ranks.gather(tensor.detach(), "Pipeline(...)")[0])
+            continue
+        with ranks.health.calling("Pipeline(...)"), ranks.health.waiting(ranks.others, "the first rank's weights"):
+            value = tensor.detach().cpu().contiguous()
+            try:
+                dist.broadcast(value, ranks.everyone[0], group=ranks.control)
+            except RuntimeError as error:
+                raise ranks.lost(ranks.others, "the first rank's weights") from error
+        with torch.no_grad():
+            tensor.copy_(value)

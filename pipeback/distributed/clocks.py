@@ -39,6 +39,7 @@ def read(ranks: Ranks | SingleProcess) -> Reading:
     here = time.perf_counter()
     if not isinstance(ranks, Ranks):
         return Reading(here)
+    ranks.meet("record()")
     first, what = ranks.everyone[0], "the comparison of clocks"
     with ranks.health.calling("record()"), ranks.health.waiting(ranks.others, what):
         try:

@@ -55,6 +55,7 @@ class HeldStages:
         self.stages = everywhere[0]
         self.compute: torch.device | None = None  # the device where stages of a store compute; None: that of the module
         self.seconds = [1.0] * len(self.stages)  # seconds of F (forward) and B (backward) of each stage, once measured
+        self._shared_by = self.seconds  # those by which the stages were shared out
         self.owner: list[int] | None = None  # the worker of each stage, once each process holds its own only
 
     @property
@@ -155,6 +156,18 @@ class HeldStages:
         if self.spread is not None and isinstance(self.ranks, Ranks):
             self.spread.group.join(self.ranks, next(p.device for s in self.stages for p in s.module.parameters()))
 
+    def meet_again(self, *, back: bool = False) -> None:
+        """Meet the other ranks anew after an error; every rank calls it. back: to go back to a state they keep."""
+        ranks = self.ranks
+        assert isinstance(ranks, Ranks)
+        if back:
+            self.ranks = ranks.anew()
+        else:
+            ranks.leave()  # what has failed, or left, is told once
+            self.ranks = Ranks(ranks.mesh, ranks.timeout, tensor=ranks.tensor)
+            self.ranks.goes_back, self.ranks.guard = ranks.goes_back, ranks.guard
+        self.meet()
+
     def together(self) -> AbstractContextManager[None]:
         """A context in which the ranks that compute stages together communicate."""
         return nullcontext() if self.spread is None else self.spread.group.together()
@@ -202,7 +215,9 @@ class HeldStages:
         """Keep this rank's stages only, over processes. values: whether stages from the meta device are initialised."""
         if not self.ranks.several:
             return
-        self.owner = self.balance()
+        if values and self.owner is not None:
+            self.seconds = self._shared_by  # a state of before the first push was loaded: stages stay where they are
+        self.owner, self._shared_by = self.balance(), self.seconds
         for stage, worker in zip(self.stages, self.owner, strict=True):
             if worker != self.ranks.index:
                 if stage.here:

@@ -9,8 +9,8 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pipeback.distributed.health.health import script_error
 from pipeback.distributed.ranks import Ranks
-from pipeback.errors import RankError
+from pipeback.errors import RankError, StageError
 from pipeback.runtime.awaited import Awaited
 from pipeback.runtime.lazy_loss import LazyLoss
 from pipeback.runtime.link import Closed, Name, Wire
@@ -107,8 +107,19 @@ class RankRunner:
         self.tell(Loop.drain)
         self.wait()
 
-    def relay(self, x: Value, do: Callable[[Sequence[Stage], Value], Value], *, back: bool) -> Value:
-        """Pass a value through the stages of all ranks. do: a rank's part. back: whether every rank gets the result."""
+    def join(self) -> None:
+        """Wait until this rank works on nothing."""
+        self.thread.join()
+
+    def raise_failure(self) -> None:
+        self.thread.raise_failure()
+
+    def relay(
+        self, x: Value, do: Callable[[Sequence[Stage], Value], Value], *, back: bool, mb: int | None = None
+    ) -> Value:
+        """Pass a value through the stages of all ranks. do: a rank's part. back: whether every rank gets the result.
+        mb: the micro-batch that an error in `do` is told to be of, as a `StageError`; None: it is told as it is.
+        """
         number, self.relays = self.relays, self.relays + 1
         result = Awaited([number])
         self.outputs[number] = result
@@ -117,7 +128,9 @@ class RankRunner:
             worker = loop.worker
             for part in _parts(sorted(worker.stages)):
                 first, last = part[0], part[-1]
-                value = do([worker.stages[s] for s in part], worker.link.recv("E", first, number) if first else x)
+                value = worker.link.recv("E", first, number) if first else x
+                with nullcontext() if mb is None else _of(mb):
+                    value = do([worker.stages[s] for s in part], value)
                 if last < worker.count - 1:
                     worker.link.send("E", last + 1, number, value)
                 elif back:
@@ -202,6 +215,18 @@ class RankRunner:
                     self.thread.raise_failure()  # `Health` judges how long this may last
             finally:
                 self.wanted.clear()
+
+
+@contextmanager
+def _of(mb: int) -> Iterator[None]:
+    """A context whose errors are told to be of a micro-batch."""
+    try:
+        yield
+    except StageError as error:
+        error.micro_batch = mb
+        raise
+    except Exception as error:
+        raise StageError(str(error), None, None, mb) from error
 
 
 def _parts(stages: Sequence[int]) -> list[list[int]]:

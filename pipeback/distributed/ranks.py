@@ -19,13 +19,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from pipeback.distributed.health.health import Health
+from pipeback.distributed.board import REFUSED, Board
+from pipeback.distributed.health.health import Failed, Health
 from pipeback.distributed.health.heartbeat import RankIdentity, host_store, join_store, my_facts, one_host
 from pipeback.distributed.join import join, layout, wanted
-from pipeback.distributed.transport.process_group import Broken
+from pipeback.distributed.transport.interruptible_wait import Broken, InterruptibleWait
 from pipeback.errors import RankError, StageError
 from pipeback.private import group_named
 from pipeback.runtime.link import OtherBatch
@@ -35,10 +35,9 @@ from pipeback.tensors import accelerators
 
 # how many pipelines were built in a process group, by a weak reference to it; every rank builds them in one order
 _built: list[Any] = [lambda: None, 0]
-_left: dict[int, Ranks] = {}  # those that this process has left, and whose groups still stand, by their number
+_left: dict[str, Ranks] = {}  # those that this process has left, and whose groups still stand, by their number
 
 PATIENT = 7 * 24 * 3600.0  # seconds; the timeout of groups whose waits `Health` ends
-REFUSED = "refused"  # the key on the board that says which rank does not come, and why
 SLOW = 15.0  # additional seconds for first connections, in which the store asks a name service, which may be slow
 
 
@@ -59,6 +58,9 @@ class SingleProcess:
     def failed(self, error: BaseException) -> None:
         pass
 
+    def meet(self, what: str) -> None:
+        pass
+
     def leave(self) -> None:
         pass
 
@@ -72,13 +74,24 @@ class Ranks:
 
     A rank exchanges activations and gradients with the ranks of its own shard only (`table`, `line`), whose pipeline is
     like any other; within their stages, the ranks of all shards meet (`among`).
+
+    goes_back: whether they go back to a state when an operation fails (`take_back`). Then a call that returns on one
+    rank returns on all, or is told of the failure on all (`meet`), and every wait ends as soon as a rank has failed.
+    guard: does what it is given, a meeting, and goes back if that raises the failure.
     """
 
     several = True
 
-    def __init__(self, mesh: list[list[int]], timeout: float, board: dist.Store | None = None, tensor: int = 1) -> None:
-        """board: the store of `_board`, if the caller has it already."""
+    def __init__(
+        self, mesh: list[list[int]], timeout: float, board: dist.Store | None = None, tensor: int = 1,
+        after: Ranks | None = None,
+    ) -> None:  # fmt: skip
+        """board: the store of `_board`, if the caller has it already. after: the same ranks before one of them failed,
+        which meet anew. Raises RankError naming one that does not come then.
+        """
         self.timeout, self.mesh, self.tensor = timeout, mesh, tensor
+        self.goes_back = after is not None
+        self.guard: Callable[[Callable[[], object]], None] = _plainly if after is None else after.guard
         self.rank = dist.get_rank()
         self.everyone = [rank for row in mesh for rank in row]
         self.place = self.everyone.index(self.rank)
@@ -88,52 +101,58 @@ class Ranks:
         self.line = table[self.replica]  # the ranks of this replica and shard, by their stages
         self.count, self.replicas = len(self.line), len(table)
         self.others = [rank for rank in self.everyone if rank != self.rank]
-        board = board or _board()
-        self.number, self._groups = _built[1], list[dist.ProcessGroup]()
-        store, self.facts = self._meet(board)
+        if after is None:
+            self._board, self._rounds, self.number = board or _board(), 0, str(_built[1])
+        else:  # a number of their own: meanwhile this rank may have built other pipelines than the others
+            self._board, self._rounds = after._board, after._rounds + 1
+            self.number = f"{after.number.partition('+')[0]}+{self._rounds}"
+        self._groups, self._meetings, self._has_left = list[dist.ProcessGroup](), 0, False
+        self.facts: dict[int, RankIdentity]
+        store, self.facts = self._come() if after is None else (self._come_again(after.facts), after.facts)
         self.health = Health(store, self.rank, self.everyone, self.facts, timeout)
         self.control = self.group(self.everyone, "gloo")
         self._sums: RankReplicas | None = None
         self._column: ReplicaGroup | None = None
 
-    def _meet(self, board: dist.Store) -> tuple[dist.Store, dict[int, RankIdentity]]:
+    def _come(self) -> tuple[dist.Store, dict[int, RankIdentity]]:
         """Return the pipeline's store and the facts of all ranks. Raises RuntimeError naming ranks that do not come."""
-        first = self.everyone[0]
+        first, board = self.everyone[0], Board(self._board, self.rank, self.everyone)
         mine = json.dumps((my_facts(), sorted(_left)))
-        told = {rank: json.loads(text) for rank, text in self._all(board, "hello", mine, self.timeout).items()}
+        told = {rank: json.loads(text) for rank, text in board.all("hello", mine, self.timeout).items()}
         facts = {rank: RankIdentity(*identity) for rank, (identity, _) in told.items()}
         if self.rank == first:
             store, address = host_store(self.timeout + SLOW, near=one_host(facts.values()))
             board.set("address", address)
         else:
             near = one_host([facts[first], facts[self.rank]])
-            store = join_store(board.get("address").decode(), self.timeout + SLOW, near)
-        self._all(board, "ready", "", self.timeout + SLOW)
+            store = join_store(board.get("address"), self.timeout + SLOW, near)
+        board.all("ready", "", self.timeout + SLOW)
         self._end_left([left for _, left in told.values()])
         return store, facts
 
-    def _all(self, board: dist.Store, what: str, mine: str, seconds: float) -> dict[int, bytes]:
-        """Return the text that every rank has written on the board.
+    def _come_again(self, facts: dict[int, RankIdentity]) -> dist.Store:
+        """Return a new store for ranks that are known. Raises RankError naming one that does not come."""
+        first, store, address = self.everyone[0], None, ""
+        board = Board(dist.PrefixStore(f"after {self._rounds}", self._board), self.rank, self.everyone, facts)
+        try:
+            if self.rank == first:
+                store, address = host_store(self.timeout + SLOW, near=one_host(facts.values()))
+            mine = json.dumps((address, sorted(_left)))
+            told = {rank: json.loads(text) for rank, text in board.all("hello", mine, self.timeout).items()}
+            near = one_host([facts[first], facts[self.rank]])
+            store = store or join_store(told[first][0], self.timeout + SLOW, near)
+            board.all("ready", "", self.timeout + SLOW)
+        except RankError:
+            raise
+        except (RuntimeError, ConnectionError) as error:
+            raise RankError(f"the ranks do not reach rank {first} to go back after an error: {error}", first) from error
+        self._end_left([left for _, left in told.values()])
+        return store
 
-        Raises RuntimeError naming ranks that have not, and RankError at once if a rank writes that it will not come.
-        """
-        board.set(f"{what} {self.rank}", mine)
-        names, deadline = {rank: f"{what} {rank}" for rank in self.everyone}, time.monotonic() + seconds
-        with suppress(RuntimeError):
-            while not board.check(list(names.values())) and time.monotonic() < deadline:
-                if board.check([REFUSED]):
-                    break
-                time.sleep(0.01)
-        missing = [rank for rank, name in names.items() if not board.check([name])]
-        if missing and board.check([REFUSED]):
-            refused, why = json.loads(board.get(REFUSED))
-            raise RankError(f"rank {refused} does not come to build the pipeline: {why}", refused)
-        if missing:
-            raise RuntimeError(
-                f"{_ranks(missing)} did not come to build the pipeline within {seconds:g} s; every rank must call "
-                "Pipeline(...), as often as the others (workers=pipeback.Processes(timeout=...) is the time they have)"
-            )
-        return {rank: board.get(name) for rank, name in names.items()}
+    def anew(self) -> Ranks:
+        """These ranks after one of them has failed: all of them call this, and have new connections that are empty."""
+        self.leave()
+        return Ranks(self.mesh, self.timeout, tensor=self.tensor, after=self)
 
     def group(self, ranks: Sequence[int], backend: str, seconds: float | None = None) -> dist.ProcessGroup:
         """Return a process group of these ranks, all of which call this. seconds: the time limit of its operations."""
@@ -160,7 +179,8 @@ class Ranks:
         if self.replicas > 1 and self._sums is None:
             column = [row[self.index] for row in self.table]
             backend = "nccl" if accelerators.direct(device) else "gloo"
-            self._sums = RankReplicas(self.group(column, backend), self._awaited)
+            group = self.group(column, backend)
+            self._sums = RankReplicas(group, self._ending(group, column) if self.goes_back else self._awaited)
         return self._sums
 
     def among(
@@ -197,6 +217,22 @@ class Ranks:
             except RuntimeError as error:
                 raise self.lost(column, what) from error
 
+    def _ending(self, group: dist.ProcessGroup, column: Sequence[int]) -> Callable[[dist.Work | None], None]:
+        """As `_awaited`, but the wait ends as soon as a rank has failed."""
+        what, vigil = "the replicas' gradients", InterruptibleWait(group, self._other(column), self.health.check)
+
+        def wait(work: dist.Work | None) -> None:
+            with self.health.waiting(column, what):
+                try:
+                    vigil.wait(work)
+                except Broken as error:
+                    raise self.lost(column, what) from error
+
+        return wait
+
+    def _other(self, ranks: Sequence[int]) -> int:
+        return next(rank for rank in ranks if rank != self.rank)
+
     def _polled(self, work: dist.Work | None) -> None:
         """Wait for work without a time limit, until a rank is at fault: a checkpoint may take long per stage."""
         column, pause = [row[self.index] for row in self.table], 1e-5
@@ -216,9 +252,10 @@ class Ranks:
         before that, another rank may still receive what this one has sent.
         """
         self.health.leave()
-        _left[self.number] = self
+        if not self._has_left:
+            self._has_left, _left[self.number] = True, self
 
-    def _end_left(self, by_all: Iterable[Collection[int]]) -> None:
+    def _end_left(self, by_all: Iterable[Collection[str]]) -> None:
         """End the process groups, and with them the threads, of earlier pipelines. by_all: those that each rank of this
         one has left.
         """
@@ -236,7 +273,10 @@ class Ranks:
         if not isinstance(error, RankError):
             self.health.own = error
             known = isinstance(error, (StageError, OtherBatch, ValueError, TypeError)) and str(error)
-            self.health.fail(self.rank, str(error) if known else f"{type(error).__name__}: {error}")
+            failed = None
+            if isinstance(error, StageError):
+                failed = Failed(str(error), error.operation, error.stage, error.micro_batch)
+            self.health.fail(self.rank, str(error) if known else f"{type(error).__name__}: {error}", failed)
 
     def told(self, error: BaseException) -> BaseException:
         """Tell the other ranks about an error in this rank's loop; return the error to raise."""
@@ -248,7 +288,10 @@ class Ranks:
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return the values of all ranks, by replica, worker and shard. Every rank calls it. what: the public call."""
         found: list[Any] = [None] * len(self.everyone)
-        self.health.check()
+        if self.goes_back:
+            self.meet(what)
+        else:
+            self.health.check()
         with self.health.calling(what), self.health.waiting(self.others, what):
             try:
                 dist.all_gather_object(found, value, group=self.control)
@@ -256,6 +299,16 @@ class Ranks:
                 raise self.lost(self.others, what) from error
         by_rank = dict(zip(sorted(self.everyone), found, strict=True))
         return [by_rank[rank] for rank in self.everyone]
+
+    def meet(self, what: str) -> None:
+        """If they go back after an error: return on all ranks, or raise the error on all. Every rank calls it."""
+        if self.goes_back:
+            self.guard(partial(self._meet, what))
+
+    def _meet(self, what: str) -> None:
+        with self.health.calling(what), self.health.waiting(self.others, what):
+            self.health.meet(f"{what} {self._meetings}")
+        self._meetings += 1
 
     def agree(self, facts: dict[str, Any]) -> None:
         """Raise ValueError on every rank if a rank has other facts (options, model, versions) than the first one."""
@@ -270,21 +323,9 @@ class Ranks:
                         "start the same script with the same options and versions on every rank"
                     )
 
-    def share(self, tensors: Sequence[Tensor]) -> None:
-        """Give every rank the first rank's values."""
-        for tensor in tensors:
-            if tensor.layout is not torch.strided:
-                with torch.no_grad():
-                    tensor.copy_(self.gather(tensor.detach(), "Pipeline(...)")[0])
-                continue
-            with self.health.calling("Pipeline(...)"), self.health.waiting(self.others, "the first rank's weights"):
-                value = tensor.detach().cpu().contiguous()
-                try:
-                    dist.broadcast(value, self.everyone[0], group=self.control)
-                except RuntimeError as error:
-                    raise self.lost(self.others, "the first rank's weights") from error
-            with torch.no_grad():
-                tensor.copy_(value)
+
+def _plainly(call: Callable[[], object]) -> None:
+    call()
 
 
 def meet(mesh: DeviceMesh | None, replicas: int | None, timeout: float, tensor: int = 1) -> Ranks | SingleProcess:
@@ -331,7 +372,3 @@ def _board() -> dist.Store:
 
 def _attempt() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))

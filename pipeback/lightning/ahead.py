@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from pipeback.lightning import micro_batches, step_checks
@@ -20,6 +21,7 @@ from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.suspended_slices import Slice, SuspendedSlices
 from pipeback.lightning.suspended_step import CallThreads
 from pipeback.pipeline.pipeline import Pipeline
+from pipeback.private import run_backward
 from pipeback.streaming.store import Store
 
 Step = Callable[[Any], Any]  # of a slice
@@ -127,7 +129,7 @@ class StagesAhead:
         loss = step_checks.loss_of(returned)
         losses.append(loss.detach())
         if n + 1 < len(slices.cut):
-            loss.backward()
+            _differentiate(loss)
         return returned
 
     def _apart(self, slices: SuspendedSlices, one: Step, expected: int) -> Any:
@@ -147,3 +149,11 @@ class StagesAhead:
             return returned
 
         return self.fit.many(slices.cut, each, slices.log)
+
+
+def _differentiate(loss: Tensor) -> None:
+    """Do `loss.backward()`, for a plain loss without torch's checks in Python, which take as long as a small kernel."""
+    if type(loss) is not Tensor or loss.dim() or not loss.requires_grad:
+        loss.backward()
+        return
+    run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -90,5 +90,10 @@ def mean(values: list[Any], sizes: list[int]) -> Any:
     if len(values) == 1:
         return values[0]
     tensors = [value if isinstance(value, Tensor) else torch.tensor(float(value)) for value in values]
-    weights = [size / sum(sizes) for size in sizes]
+    total = sum(sizes)
+    weights = [size / total for size in sizes]
+    first = tensors[0]
+    if not first.dim() and all(t.shape == first.shape and t.device == first.device for t in tensors):
+        each = torch.stack([tensor.float() for tensor in tensors])  # in one piece: there may be many
+        return (each * torch.tensor(weights, device=first.device)).sum()
     return sum(weight * tensor.float() for weight, tensor in zip(weights, tensors, strict=True))

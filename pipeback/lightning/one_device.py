@@ -27,7 +27,8 @@ class OneDevice:
     def __init__(self, found: TrainedModule, threads: int | None) -> None:
         self.found, self._threads = found, threads
         self._absent = meta.absent(found.module)  # whether the model had no values when fit began
-        self._versions: list[int] = []  # the parameters' counters of writes after the last step
+        self._params: list[nn.Parameter] = []  # of the module, once it is trained
+        self._versions: list[int] = []  # their counters of writes after the last step
 
     # -- F, B and U ----------------------------------------------------------------------------------------------
 
@@ -61,7 +62,8 @@ class OneDevice:
 
     def stepped(self, fit: Fit) -> None:
         if fit.pipe is not None:
-            self._versions = [p._version for p in self.found.module.parameters()]
+            self._params = self._params or list(self.found.module.parameters())
+            self._versions = [p._version for p in self._params]
             if fit.vectorize:
                 fit.twins.collect()
 

@@ -82,5 +82,7 @@ def gradients(held: Any) -> Any:
 
 def held(output: Any) -> Any:
     """The tensors in the output of the model, which get its gradients, without the structure around them."""
+    if type(output) is Tensor:
+        return output
     tensors, _ = opened(output)
     return tensors[0] if len(tensors) == 1 else tuple(tensors)

@@ -27,8 +27,8 @@ from pipeback.tensors.weight_list import Weights as Weights  # methods take it f
 class When(NamedTuple):
     """Where and when a hook is called.
 
-    When one call serves several stages (`Method.merges`), `rates` and `delays` hold one number per weight, and the
-    other fields are those of the first stage.
+    When one call serves several stages (`Method.merges`), `rates` and `delays` hold one number per weight, the plain
+    numbers of a state are tuples with one per weight, and the other fields are those of the first stage.
 
     When weights are rows (`rows`), every weight is a tensor (n, …) of n stages: `rates` and `delays` hold a column
     (n, 1, …) per weight, the rates of parameter groups, `delay` and the plain numbers of a state are vectors (n), and
@@ -278,3 +278,11 @@ def described(method: Method) -> bool:
     if any(hook in vars(kind) for kind in classes[:says] for hook in HOOKS):
         return False
     return method.correction(When(0, 1, 0, 0, 0), {}) is not None
+
+
+def sampled(method: Method) -> Correction | None:
+    """Return the correction of a method, at some stage with a delay, if it describes the hooks."""
+    if not described(method):
+        return None
+    D = method.delays(3)[1]
+    return method.correction(When(1, 3, 0, 0, D, (1.0,), (D,)), method.init([]))

@@ -18,7 +18,8 @@ updates. Constants: β_s = 0.99, refresh = 10, κ = 4, p = 1. Each part can be s
 
 It is our own method, and not published elsewhere. The bases are those of SOAP (Vyas et al., arXiv 2409.11321) and of
 basis rotation (Jung et al., arXiv 2602.03515), the spike is that of Kosson et al. (arXiv 2003.11666). Adam, AdamW.
-Weight copies: 1 and a scratch buffer. State of a matrix of r × c numbers: 2·(r² + c²), and one more copy.
+Weight copies: 1 and a scratch buffer. State of a matrix of r × c numbers: 2·(r² + c²), and two more copies: m̃, and what
+F adds.
 """
 
 from __future__ import annotations
@@ -32,15 +33,16 @@ from torch import Tensor
 
 from pipeback.methods.adam import adam_spike, adam_state, adam_step, moments, require_adam
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
-from pipeback.methods.columns import Number, added, column, positive
+from pipeback.methods.columns import Number, added, positive
 from pipeback.methods.gradients import decoupled, entering
 from pipeback.methods.option_checks import check_number, check_share
 from pipeback.schedules.programs import flowing
 from pipeback.schedules.timeline import in_flight
 from pipeback.tensors import eigenbasis
-from pipeback.tensors.eigenbasis import as_matrix, restored, rotated
+from pipeback.tensors.eigenbasis import as_matrix, rotated
 
 SIDES = "left", "right"  # U and V in the state; "left covariance" and "right covariance" are L and R
+MEAN = "turned mean"  # m̃ in the state: of g̃ from one renewal of the bases to the next, and of m at a renewal
 
 
 @dataclass(repr=False)
@@ -87,15 +89,20 @@ class EigenDelay(Method):
     def state_numbers(self, shape: Sequence[int]) -> float:
         lengths = (shape[0], torch.Size(shape[1:]).numel()) if len(shape) > 1 else (0, 0)
         has = eigenbasis.sides(shape, self.largest, self.sides)
-        return super().state_numbers(shape) + sum(2 * n * n for n, wanted in zip(lengths, has, strict=True) if wanted)
+        turned = lengths[0] * lengths[1] * any(has)
+        bases = sum(2 * n * n for n, wanted in zip(lengths, has, strict=True) if wanted)
+        return super().state_numbers(shape) + turned + bases
 
     def init(self, weights: Weights) -> State:
         state: State = {f"{name}{what}": [None] * len(weights) for name in SIDES for what in ("", " covariance")}
+        state[MEAN] = [None] * len(weights)
         for n, w in enumerate(weights):
             lengths = as_matrix(w).shape if w.dim() > 1 else (0, 0)
             if self.sides and max(lengths) > self.largest:
                 eigenbasis.tell_too_large("eigendelay", tuple(w.shape), self.largest)
             has = eigenbasis.sides(w.shape, self.largest, self.sides)
+            if any(has):
+                state[MEAN][n] = w.new_zeros(lengths)
             for name, length in [
                 (name, size) for name, size, wanted in zip(SIDES, lengths, has, strict=True) if wanted
             ]:
@@ -143,56 +150,76 @@ class EigenDelay(Method):
         self, w: Tensor, n: int, entry: dict[str, Any], group: dict[str, Any], state: State, rate: Number, D: Number,
         rows: int,
     ) -> None:  # fmt: skip
-        """Step matrix n in its bases, and note what F of coming micro-batches adds to it, but for the rate."""
-        beta1, beta2 = map(float, group["betas"])
+        """Step matrix n in its bases, and note what F of coming micro-batches adds to it, but for the rate.
+
+        Factors that a whole row has in common are multiplied first, since each of them alone would take a pass through
+        memory: with e = sqrt(1 − β₂ᵗ) and C the sum of the prediction, `below` is (√v̂ + ε)·(1 − β₁ᵗ)/(c·C).
+        """
+        (beta1, beta2), late = map(float, group["betas"]), positive(D)
         g, t = _matrix(entering(w, group), rows), entry["step"].add_(1)
-        t = t.double() if rows else int(t)
+        counts = t.tolist() if rows else [float(t)]
+        horizons = D.flatten().tolist() if rows else [D]
+        entry["exp_avg"].lerp_(g.view(w.shape), 1 - beta1)
         bases = [state[name][n] for name in SIDES]
         for name in SIDES:
-            if (basis := state[name][n]) is not None:
-                covariances = state[f"{name} covariance"][n]
-                eigenbasis.covariance(covariances, g, self.decay, left=name == "left")
-                self._renew(basis, covariances, t)
-        mean = entry["exp_avg"].lerp_(g.view(w.shape), 1 - beta1)
-        turned = rotated(g, *bases)
-        along = rotated(_matrix(mean, rows), *bases).div(column(1 - beta1**t, g))
-        begun: Any = t == self.refresh
-        if rows and begun.any():
-            entry["exp_avg_sq"].masked_fill_(column(begun, w).bool(), 0)
-        elif not rows and begun:
-            entry["exp_avg_sq"].zero_()
-        squares = _matrix(entry["exp_avg_sq"], rows).mul(beta2).addcmul_(turned, turned, value=1 - beta2)
-        entry["exp_avg_sq"].copy_(squares.view(w.shape))
-        squares.div_(column(1 - beta2 ** (t - (self.refresh - 1) * (t >= self.refresh)), g))
-        below = squares.sqrt().add_(group["eps"])
-        late, horizon = positive(D), column(D.flatten(), g) if rows else D
+            if (covariances := state[f"{name} covariance"][n]) is not None:
+                eigenbasis.add_covariance(covariances, g, self.decay, left=name == "left")
+        renewed = self._renewed(n, state, counts, rows)
+        turned, mean = rotated(g, *bases), state[MEAN][n]
+        mean.lerp_(turned, 1 - beta1)
+        if renewed:
+            moment, some = _matrix(entry["exp_avg"], rows), _chosen(renewed, rows)
+            mean[some] = rotated(moment[some], *(None if basis is None else basis[some] for basis in bases))
+        squares = _matrix(entry["exp_avg_sq"], rows)
+        if begun := [r for r in renewed if counts[r] == self.refresh]:
+            squares[_chosen(begun, rows)] = 0
+        squares.mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
+        if not w.is_contiguous():
+            entry["exp_avg_sq"].copy_(squares.view(w.shape))
+
+        ahead = late and self.predict
+        sums = [_committed(beta1, d) if ahead else 1.0 for d in horizons]
+        firsts, seconds = [1 - beta1**k for k in counts], [(1 - beta2 ** self._since(k)) ** 0.5 for k in counts]
+        sizes = [first / (total * e) for first, total, e in zip(firsts, sums, seconds, strict=True)]
+        tiny = [group["eps"] * e * size for e, size in zip(seconds, sizes, strict=True)]
+        below = squares.sqrt().mul_(_numbers(sizes, g, rows)).add_(_numbers(tiny, g, rows))
         if late and self.over:
-            mean = squares.mean((-2, -1), keepdim=True)
-            below.mul_((squares / mean.clamp_min(torch.finfo(squares.dtype).tiny)).clamp_min_(1))
-        spiked = along
-        if self.spike and late:
-            a, b = adam_spike(beta1, horizon)
-            spiked = added(along.mul(a), turned, b)
+            average = squares.mean((-2, -1), keepdim=True).clamp_min_(torch.finfo(squares.dtype).tiny)
+            below.mul_((squares / average).clamp_min_(1))
+
         if group["weight_decay"] and decoupled(group):
             w.mul_(1 - rate * group["weight_decay"])
-        added(w, restored(spiked / below, *bases).view(w.shape), -rate)
-        if late and self.predict:
-            ahead = restored(along / below, *bases).mul_(_committed(beta1, horizon))
-            state["ahead"][n].copy_(ahead.view(w.shape))
+        rates = rate.flatten().tolist() if rows else [float(rate)]
+        along, whole = mean / below, [-rate / total for rate, total in zip(rates, sums, strict=True)]
+        if ahead:
+            _restore(along, bases, state["ahead"][n], rows, keep=0)
+        if self.spike and late:
+            spikes = [adam_spike(beta1, d) for d in horizons]
+            a = [size * a for size, (a, _) in zip(whole, spikes, strict=True)]
+            b = [size * b * first for size, (_, b), first in zip(whole, spikes, firsts, strict=True)]
+            turned.mul_(_numbers(b, g, rows)).div_(below)
+            added(turned, along, _numbers(a, g, rows))
+        else:
+            turned = along.mul_(_numbers(whole, g, rows))
+        _restore(turned, bases, w, rows)
 
-    def _renew(self, basis: Tensor, covariances: Tensor, t: Number) -> None:
-        """Renew a basis where its update t asks for it."""
-        first, every = (t == 1) | (t == self.refresh), t % self.refresh == 0
-        if not isinstance(t, Tensor):
-            if first:
-                basis.copy_(eigenbasis.eigenvectors(covariances, basis))
-            elif every:
-                basis.copy_(eigenbasis.iterated(covariances, basis))
-            return
-        for some, renewed in ((first, eigenbasis.eigenvectors), (every & ~first, eigenbasis.iterated)):
-            rows = some.nonzero().flatten()
-            if len(rows):
-                basis[rows] = renewed(covariances[rows], basis[rows])
+    def _since(self, t: float) -> float:
+        """Of how many updates the second moment is."""
+        return t if t < self.refresh else t - self.refresh + 1
+
+    def _renewed(self, n: int, state: State, counts: Sequence[float], rows: int) -> list[int]:
+        """Renew the bases of matrix n in those rows whose number of updates asks for it; return these rows."""
+        due = [r for r, t in enumerate(counts) if t == 1 or t % self.refresh == 0]
+        firsts = [r for r in due if counts[r] in (1, self.refresh)]
+        for some, found in (
+            (firsts, eigenbasis.eigenvectors),
+            ([r for r in due if r not in firsts], eigenbasis.iterated),
+        ):
+            for name in SIDES:
+                if some and (basis := state[name][n]) is not None:
+                    chosen = _chosen(some, rows)
+                    basis[chosen] = found(state[f"{name} covariance"][n][chosen], basis[chosen])
+        return due
 
     def _ahead(
         self, optimizer: OptimizerLike, group: dict[str, Any], late: list[tuple[Tensor, int]], state: State, when: When
@@ -213,8 +240,26 @@ class EigenDelay(Method):
 
 
 def _matrix(x: Tensor, rows: int) -> Tensor:
-    """A weight as a matrix, or rows of weights as matrices (n, …)."""
+    """A weight as a matrix, or rows of weights as matrices (n, …): the same memory if x is contiguous."""
     return x.reshape(rows, x.shape[1], -1) if rows else as_matrix(x)
+
+
+def _restore(x: Tensor, bases: Sequence[Tensor | None], into: Tensor, rows: int, *, keep: int = 1) -> None:
+    """Add a matrix of the bases to a weight, or to what has its shape."""
+    moved = _matrix(into, rows)
+    eigenbasis.add_restored(moved, x, *bases, keep=keep)
+    if not into.is_contiguous():
+        into.copy_(moved.view(into.shape))
+
+
+def _chosen(some: list[int], rows: int) -> Any:
+    """What takes these rows, or all of a single matrix."""
+    return some if rows else ...
+
+
+def _numbers(numbers: Sequence[float], like: Tensor, rows: int) -> Number:
+    """A number for a matrix, or a column for rows of matrices."""
+    return torch.tensor(numbers, dtype=like.dtype, device=like.device).view(-1, 1, 1) if rows else numbers[0]
 
 
 def _committed(beta: float, delay: Number) -> Number:

@@ -15,7 +15,17 @@ from torch import Tensor
 
 from pipeback.methods.base import OptimizerLike
 from pipeback.tensors.fused_steps import fused_sgd_step
-from pipeback.tensors.weight_list import DECAYED, GRADIENTS, VELOCITIES, WeightList, Weights, add_scaled, chosen, whole
+from pipeback.tensors.weight_list import (
+    DECAYED,
+    GRADIENTS,
+    VELOCITIES,
+    WeightList,
+    Weights,
+    add_scaled,
+    by_number,
+    chosen,
+    whole,
+)
 
 LWP_OF_WEIGHTS = 'method=pipeback.methods.create("lwp", form="weight")'  # takes any optimizer
 
@@ -110,7 +120,8 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
     """One step of momentum SGD over all groups, with torch.optim.SGD's bits.
 
     horizons: T of spike compensation, one number per weight: w ← w − η·(a·v + b·g). Where T = 0, the bits are still
-    torch's, and those of its fused step if the group asks for it.
+    torch's, and those of its fused step if the group asks for it. "rates" of a group: one per weight, instead of its
+    own (`rates.divided_rates`).
     """
     late = (
         dict(zip(weights, horizons, strict=True)) if weights is not None and len(optimizer.param_groups) > 1 else None
@@ -119,10 +130,12 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
         params = group["params"]
         grads: Any = [w.grad for w in params]
         mine = horizons if late is None else tuple(late[w] for w in params)
+        rates: Sequence[float] = group.get("rates") or ()
         if [n for n, g in enumerate(grads) if g is None]:
             there = [n for n, g in enumerate(grads) if g is not None]
             params, grads = WeightList(params[n] for n in there), [grads[n] for n in there]
             mine = tuple(mine[n] for n in there) if weights is not None else ()
+            rates = [rates[n] for n in there] if rates else ()
         if group.get("fused"):
             spiked = [n for n, T in enumerate(mine) if T]
             fused_sgd_step(optimizer.state, [w for n, w in enumerate(params) if n not in spiked], group)
@@ -135,7 +148,9 @@ def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons:
         with torch.no_grad():
             grads = _gradients(params, grads, group)
             steps: Any = _velocities(optimizer, params, grads, momentum) if momentum else grads
-            if not any(mine):
+            if rates:
+                _each_at(rates, params, steps, grads, momentum, mine)
+            elif not any(mine):
                 torch._foreach_add_(*whole(params, steps), alpha=-rate)
             else:
                 bundle = params if isinstance(params, WeightList) else WeightList(params)
@@ -160,6 +175,30 @@ def _gradients(params: Weights, grads: Any, group: dict[str, Any]) -> Any:
     if decay:
         torch.add(g, w, alpha=decay, out=out)
     return made
+
+
+def _each_at(
+    rates: Sequence[float],
+    params: Weights,
+    steps: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum: float,
+    horizons: Sequence[float],
+) -> None:
+    """Step each weight at its own rate."""
+    if not any(horizons):
+        numbers, (weights, along) = by_number(rates, params, steps)
+        for rate, w, v in zip(numbers, weights, along, strict=True):
+            w.add_(v, alpha=-rate)
+        return
+    for rate in dict.fromkeys(rates):
+        some = [n for n, other in enumerate(rates) if other == rate]
+        late, along = tuple([horizons[n] for n in some]), [steps[n] for n in some]
+        bundle = WeightList(params[n] for n in some)
+        if any(late):
+            _spiked(bundle, along, [grads[n] for n in some], rate, momentum, late)
+        else:
+            torch._foreach_add_(bundle, along, alpha=-rate)
 
 
 def _spiked(

@@ -19,17 +19,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
 
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
-from pipeback.methods.rates import divided_rates
+from pipeback.methods.rates import each_divided
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.programs import Flowing, flowing
 from pipeback.schedules.timeline import in_flight
 from pipeback.schedules.warm_up import WarmUp
+from pipeback.tensors.weight_list import by_number, moved, noted
 
 
 @dataclass(repr=False)
@@ -58,6 +59,8 @@ class PipeMare(Method):
         self.schedule = flowing(self.slack, every=self.micro_batches)
         self.copies = "scratch" if self.t2 else "live"
         self.state_copies = int(self.t2)
+        # in flushes, stages of one wave may stand on either side of the end of T3; and τ is told by D only if N = 1
+        self.merges = not self.warmup and self.micro_batches == 1
 
     @classmethod
     def derived(cls, stages: int, updates: int) -> dict[str, Any]:
@@ -73,52 +76,68 @@ class PipeMare(Method):
         return {**state, "drift": [torch.zeros_like(w) for w in weights]} if self.t2 else state
 
     def backward_weights(self, weights: Weights, used: Weights | None, state: State, when: When) -> Chosen:
-        if not self.t2 or not when.delay or when.mb < self.warmup:
+        if not self.t2 or not any(when.delays) or when.mb < self.warmup:
             return weights
-        return Shift(weights, [-when.delay] * len(weights), state["drift"])
+        return Shift(weights, [-D for D in when.delays], state["drift"])
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
-        warm = when.mb < self.warmup
-        before = [w.detach().clone() for w in weights] if self.t2 else []
-        with divided_rates(optimizer, self._divisor(when, state)) if self.t1 and not warm else nullcontext():
+        warm, late = when.mb < self.warmup, self.t2 and any(when.delays)
+        before = noted(weights) if late else []
+        divided = self.t1 and not warm
+        with each_divided(optimizer, weights, self._divisors(when, state)) if divided else nullcontext():
             optimizer.step()
-        if self.t2 and when.delay:
-            gamma = self._gamma(when)
-            moved = torch._foreach_sub(weights, before)
-            torch._foreach_mul_(state["drift"], gamma)
-            torch._foreach_add_(state["drift"], moved, alpha=1 - gamma)
-        return {**state, "updates": state["updates"] + (not warm)}
+        if late:
+            gammas, (drift, steps) = by_number(self._gammas(when), state["drift"], moved(weights, before))
+            torch._foreach_mul_(drift, list(gammas))
+            for d, step, gamma in zip(drift, steps, gammas, strict=True):
+                d.add_(step, alpha=1 - gamma)
+        return state if warm else self.advanced(state, 1)
 
     def update_rates(self, when: When, state: State) -> Sequence[float]:
-        if not self.t1 or when.mb < self.warmup:
+        if not self.t1 or not when.rates or when.mb < self.warmup:
             return when.rates
-        return [rate / self._divisor(when, state) for rate in when.rates]
+        return [rate / divisor for rate, divisor in zip(when.rates, self._divisors(when, state), strict=True)]
 
     def correction(self, when: When, state: State) -> Correction | None:
-        count, late = len(when.rates), self.t2 and when.delay
-        divisor = self._divisor(when, state) if self.t1 and count else 1.0
+        count = len(when.rates)
+        late = self.t2 and count and any(when.delays)
+        divisors = self._divisors(when, state) if self.t1 and count else [1.0] * count
+        updates = state.get("updates", 0)
         return Correction(
-            back=[-when.delay if late else 0.0] * count,
-            drift=[self._gamma(when) if late else 1.0] * count,
-            rates=[rate / divisor for rate in when.rates],
-            varies=self.anneal is not None and self.t1 and state.get("updates", 0) < self.anneal,
+            back=[-float(D) for D in when.delays] if late else [0.0] * count,
+            drift=list(self._gammas(when)) if late else [1.0] * count,
+            rates=[rate / divisor for rate, divisor in zip(when.rates, divisors, strict=True)],
+            varies=self.anneal is not None
+            and self.t1
+            and (min(updates) if isinstance(updates, tuple) else updates) < self.anneal,
             along="drift" if self.t2 else "",
         )
 
     def advanced(self, state: State, updates: int) -> State:
-        return {**state, "updates": state["updates"] + updates}
+        before = state["updates"]
+        after = tuple([k + updates for k in before]) if isinstance(before, tuple) else before + updates
+        return {**state, "updates": after}
 
-    def _gamma(self, when: When) -> float:
-        return float(self.decay ** (1 / when.delay))
+    def _gammas(self, when: When) -> Sequence[float]:
+        """γ of every weight; 1 without a delay."""
+        return _gammas(self.decay, tuple(when.delays))
 
-    def _divisor(self, when: When, state: State) -> float:
+    def _divisors(self, when: When, state: State) -> list[float]:
+        """τ^p of every weight."""
         assert self.anneal is not None
-        return float(self._tau(when) ** (1 - min(state["updates"] / self.anneal, 1)))
-
-    def _tau(self, when: When) -> float:
-        return max(1.0, _flying(self.slack, self.micro_batches, when.stages)[when.stage] / self.micro_batches)
+        updates = state["updates"]
+        if not isinstance(updates, tuple):
+            tau = max(1.0, _flying(self.slack, self.micro_batches, when.stages)[when.stage] / self.micro_batches)
+            return [float(tau ** (1 - min(updates / self.anneal, 1)))] * len(when.delays)
+        # N = 1: of a stage, D + 1 micro-batches are in flight
+        return [(1.0 + D) ** (1 - min(k / self.anneal, 1)) for D, k in zip(when.delays, updates, strict=True)]
 
 
 @cache
 def _flying(slack: int, every: int, stages: int) -> list[int]:
     return in_flight(flowing(slack, every=every), stages)
+
+
+@lru_cache(maxsize=256)
+def _gammas(decay: float, delays: tuple[int, ...]) -> tuple[float, ...]:
+    return tuple([decay ** (1 / D) if D else 1.0 for D in delays])

@@ -194,7 +194,8 @@ class Debug:
                       Without stashing, part of its backward would run on old weights. "refuse" raises an error; "warn"
                       trains it all the same
     take_back         keep a state in memory every so many pushes, and the data of the pushes since. If a push fails, it
-                      is left out as if it had not come: those after the state are trained again. None: keep none
+                      is left out as if it had not come: those after the state are trained again, over processes on all
+                      ranks, each of which keeps its own part. None: keep none
     """
 
     order: str = "grouped"

@@ -18,7 +18,7 @@ from pipeback.methods.base import Method, overrides
 from pipeback.pipeline import by_name
 from pipeback.pipeline.method_choice import chosen
 from pipeback.pipeline.named_parameters import by_stage
-from pipeback.pipeline.option_checks import check_whole_weights
+from pipeback.pipeline.option_checks import check_going_back, check_whole_weights
 from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.reference_batch import scaling
 from pipeback.pipeline.stage_builder import StageBuilder
@@ -80,11 +80,6 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         every = kinds(options.activations, [part.name for part in parts])
         method.check_stages(n)
         delays = method.delays(n)
-        if ranks.several and options.debug.take_back is not None:
-            raise ValueError(
-                f"take_back={options.debug.take_back}: the ranks of other processes could not go back to a state; "
-                "leave take_back out, and load the last checkpoint after a failure"
-            )
         if (reference := options.reference_batch) is not None:
             everywhere = ranks.replicas if ranks.several else replicas
             factories = [scaling(f, reference, method, options.micro_batches.size, everywhere) for f in factories]
@@ -96,6 +91,9 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         names = aliases(model.model)
         shards = ranks.several and replicas > 1 and not isinstance(home, DeviceStore | None)
         check_whole_weights(method, policy is not None, shards)
+        if ranks.several and options.debug.take_back is not None:
+            devices = {p.device.type for stage in stages for p in stage.weights}
+            check_going_back(options.debug.take_back, options.processes.link, devices, replicas, shards)
         if spread is not None:
             method = spread.stages(stages, method)
         if shards:
@@ -187,6 +185,7 @@ def _agree(
         check_finite=options.debug.check_finite, reference_batch=options.reference_batch, link=options.processes.link,
         activations=options.activations if isinstance(options.activations, str) else every,
         masters=options.masters, compile=repr(options.compile),
+        take_back=options.debug.take_back,
         store=home and f"{type(home).__name__}(prefetch={home.prefetch})", tensor_parallel=options.tensor.size,
         plan=repr(options.tensor.plan),
     )  # fmt: skip

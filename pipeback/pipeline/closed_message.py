@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from pipeback.errors import StageError
+from pipeback.errors import RankError, StageError
 
 # where states can be kept in memory
 TAKE_BACK = (
@@ -27,6 +27,11 @@ def closed(error: BaseException, otherwise: str = "") -> RuntimeError:
         return RuntimeError(
             f"the pipeline is closed: {error}; other stages had gone on meanwhile, so that the micro-batch could not "
             f"be taken back; {_REOPENS} {_BEFORE}{otherwise}"
+        )
+    if isinstance(error, RankError) and error.operation is not None:
+        return RuntimeError(
+            f"the pipeline is closed: {error}; other stages had gone on meanwhile; {_REOPENS} on all ranks {_BEFORE}"
+            f"{otherwise}"
         )
     if isinstance(error, Exception):
         return RuntimeError(f"the pipeline is closed: {str(error) or name}; {_REOPENS}")

@@ -18,7 +18,7 @@ from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.errors import StageError
 from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.build import Built, telling
-from pipeback.pipeline.closed_message import BEFORE_THE_STATES, TAKE_BACK, closed
+from pipeback.pipeline.closed_message import TAKE_BACK, closed
 from pipeback.pipeline.kept_states import KeptStates
 from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.micro_batches import MicroBatcher
@@ -72,13 +72,12 @@ class Engine:
         self.observing, self.losses = Observers(), LossWatch(options.debug.stop_at_nan)
         self.error: BaseException | None = None
         self.kept: KeptStates | None = None
-        self._otherwise = "" if self.outside or self.ranks.several or options.vectorize else TAKE_BACK
+        self._otherwise = "" if self.outside or options.vectorize or options.tensor.size > 1 else TAKE_BACK
         self.runtime: Runner | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
         self.lock, self._process = CallLock(), os.getpid()  # not in a child of fork
         self.modes = Modes(self.settable(), self.lock, self._settle)
-        self.pushed = (0, 0)
-        self._affordable = 0  # micro-batches of a push that are known to fit the store's budgets
+        self.pushed, self._affordable = (0, 0), 0  # micro-batches of a push that are known to fit the store's budgets
         if self.holding.store is not None:
             weakref.finalize(self, self.holding.store.close)
 
@@ -198,6 +197,7 @@ class Engine:
             self.open()
             if self.runtime is not None:
                 self._followers.follow(self.join, partial(self.do, self.runtime.drain))
+                self.ranks.meet("drain()")
                 self.modes.done()
                 if self.kept is not None:
                     self.kept.forget()
@@ -205,8 +205,13 @@ class Engine:
 
     def join(self) -> None:
         """Wait until no thread works on what was pushed."""
-        if isinstance(self.runtime, Threads):
+        if isinstance(self.runtime, Threads | RankRunner):
             self.do(self.runtime.join)
+
+    def guard(self, meet: Callable[[], object]) -> None:
+        """Meet the other ranks; an error of theirs is one of this pipeline."""
+        with self.lock:
+            self.do(meet, harmless=(KeyboardInterrupt,))
 
     def clip(self, norm: float | None, value: float | None) -> None:
         """As `Pipeline.clip`."""
@@ -232,8 +237,7 @@ class Engine:
             # an interrupt that has ended a thread is raised here, too
             if not isinstance(error, harmless) or (isinstance(self.runtime, Threads) and error in self.runtime.failure):
                 if self.kept is not None:
-                    self.kept.recover(error)
-                    self._otherwise = BEFORE_THE_STATES
+                    self._otherwise = self.kept.recover(error)
                 self.error = error
             raise
 
@@ -244,7 +248,7 @@ class Engine:
                 return
             if self.error is None and self.ranks.several:
                 with suppress(Exception):  # then the others know it, too
-                    self.wait()
+                    self.kept.settle("close()") if self.kept is not None else self.wait()
             self.stop()
             self.ranks.leave()
             if self.holding.store is not None:
@@ -255,16 +259,14 @@ class Engine:
         """Stop, because a state will be loaded; micro-batches in flight are lost."""
         if self.error is None:
             with suppress(StageError):  # a worker has failed meanwhile, in what the state replaces
-                self.wait()
+                self.kept.settle("load_state_dict()", warn=False) if self.kept is not None else self.wait()
         if self.error is None:
             self.ranks.gather(None, "load_state_dict()")  # nobody waits for a message any more
         self.stop()
         if self.kept is not None:
             self.kept.forget()
         if self.error is not None and isinstance(self.ranks, Ranks):
-            self.ranks.leave()  # what has failed, or left, is told once
-            self.holding.ranks = Ranks(self.ranks.mesh, self.ranks.timeout, tensor=self.ranks.tensor)
-            self.holding.meet()
+            self.holding.meet_again()
         self.error = None
 
     def check(self, plain: Mapping[str, Any]) -> None:
@@ -341,7 +343,7 @@ class Engine:
 
     def _relay(self, x: Value, part: Callable[[Sequence[Stage], Value], Value]) -> None:
         assert isinstance(self.runtime, RankRunner)
-        self.do(partial(self.runtime.relay, x, part, back=False))
+        self.do(partial(self.runtime.relay, x, part, back=False, mb=None if self.kept is None else self.arrived))
 
     def _afford(self, micro_batches: int, samples: int) -> None:
         """Raise an error if a push of so many micro-batches exceeds the store's budgets."""

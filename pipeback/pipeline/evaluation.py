@@ -61,6 +61,7 @@ class Evaluation:
                         found = self._through_each(engine.stages, x)
                     output = engine.entrance.leave(found, x, training=False)
                     take(output, target_on(engine.stages[-1].device, y), samples)
+                engine.ranks.meet("evaluate()")
             finally:
                 engine.entrance.evaluated()
 

@@ -35,7 +35,10 @@ class HandedLoss:
     def put(self, loss: Tensor) -> Tensor:
         """Take the loss of the push as it is trained now; return what the user gets."""
         self.now = loss
-        return LazyLoss(self._value, self._known) if isinstance(loss, LazyLoss) else loss
+        return self.lazy() if isinstance(loss, LazyLoss) else loss
+
+    def lazy(self) -> LazyLoss:
+        return LazyLoss(self._value, self._known)
 
     def _known(self) -> bool | None:
         if self._read is not None or self.error is not None:

@@ -25,5 +25,11 @@ class KeptStates(Protocol):
     def forget(self) -> None:
         """What came until now cannot be taken back, or is done."""
 
-    def recover(self, error: BaseException) -> None:
-        """Train again without the push that has failed, and raise an error that says so; return if that cannot be."""
+    def recover(self, error: BaseException) -> str:
+        """Train again without the push that has failed, and raise an error that says so.
+
+        If that cannot be, return why, for the message of the closed pipeline.
+        """
+
+    def settle(self, what: str, *, warn: bool = True) -> None:
+        """Return when what was pushed is done on all ranks; warn of pushes that are left out. what: the call."""

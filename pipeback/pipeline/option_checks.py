@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -339,3 +339,17 @@ def micro_batches(
         return pieces_of(value, 0, length, sizes)
 
     return list(zip(pieces(x), pieces(y), sizes, strict=False))
+
+
+def check_going_back(every: int, link: str, devices: Collection[str], replicas: int, shards: bool) -> None:
+    """Raise ValueError if ranks could not go back to a state. every: the pushes between two. devices: of the stages."""
+    if shards:
+        raise ValueError(
+            f"take_back={every}: a store splits weights over the ranks of the replicas, which could not go back to a "
+            "state; use store=None, or leave take_back out"
+        )
+    if link == "nccl" or ("cuda" in devices and (link == "auto" or replicas > 1)):
+        raise ValueError(
+            f"take_back={every}: a wait for NCCL does not end when another rank has failed; use "
+            "workers=pipeback.Processes(link='gloo') and no replicas, or leave take_back out"
+        )

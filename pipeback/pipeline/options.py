@@ -126,6 +126,7 @@ class PipelineOptions(NamedTuple):
                 ("loss", "given" if self.loss is not None else None, "given", "a loss, and push"),
                 ("vectorize", self.vectorize, False, "vectorize=False"),
                 ("store", disk, None, 'store="host"'),
+                ("tensor_parallel", self.tensor.size, 1, "tensor_parallel=1"),
             ]
             check_goes_with(f"take_back={self.debug.take_back}", ", or leave take_back out", beside)
         check_masters(self.masters, store)

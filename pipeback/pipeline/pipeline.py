@@ -149,6 +149,7 @@ class Pipeline(OutsideCalls):
     def wait(self) -> None:
         """Quiesce: return when every operation that the data flow and the schedule allow has been done."""
         self._engine.wait()
+        self._engine.ranks.meet("wait()")
 
     def drain(self) -> None:
         """Finish every micro-batch in flight; the next push fills the pipeline anew."""

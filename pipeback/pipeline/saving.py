@@ -37,6 +37,14 @@ class Saving:
         with self._engine.lock:
             return pipeline_state.merge(self._engine.ranks.gather(self.share(None), "state_dict()"), self.plain())
 
+    def kept(self) -> dict[str, Any]:
+        """The state for `put_back`: over processes, the part of this one, of micro-batches that have arrived here."""
+        engine = self._engine
+        if not engine.ranks.several:
+            return self.state_dict()
+        mine = pipeline_state.share(engine.holding.mine, engine.loops, engine.holding.saving, alone=True)
+        return pipeline_state.of_one(mine, self.plain(), len(engine.stages))
+
     def share(self, take: Callable[[Stage, dict[str, Tensor]], None] | None) -> pipeline_state.Share:
         """Do what `Pipeline.share` does."""
         engine = self._engine

@@ -1,63 +1,48 @@
 """Take back: leaves out a push that has failed although stages have gone on meanwhile, as if it had never come.
 
-    state A ── push ── push ── … ── state B ── push ── push (fails) ── push     what is kept of a training
-                                    state B ── push ────────────────── push     what is trained again
-
-A state is kept every N pushes, and the data of the pushes since. Micro-batches stay in flight for a while, so that one
-of before state B may fail after it: the state before is kept until all that came before state B is done.
+`kept_training` says what is kept for it. Over processes, `going_back_together` says how the ranks agree.
 """
 
 from __future__ import annotations
 
-import copy
+import warnings
+import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from typing import Any, NamedTuple
+from multiprocessing.util import Finalize
+from typing import Any, NoReturn
 
 from torch import Tensor
 
+from pipeback.distributed.health.health import script_error
+from pipeback.distributed.rank_runner import RankRunner
+from pipeback.distributed.ranks import Ranks
 from pipeback.errors import PushLeftOut, StageError
+from pipeback.pipeline.closed_message import BEFORE_THE_STATES
 from pipeback.pipeline.engine import Engine
-from pipeback.pipeline.kept_pushes import Clip, HandedLoss, KeptPush
-from pipeback.pipeline.progress import Progress
+from pipeback.pipeline.going_back_together import GoingBackTogether, ToLeaveOut, after, rest
+from pipeback.pipeline.kept_pushes import HandedLoss, KeptPush
+from pipeback.pipeline.kept_training import KeptTraining
 from pipeback.pipeline.saving import Saving
-from pipeback.pipeline.write_check import WriteCheck
-from pipeback.runtime.ledger import Ledger
 from pipeback.runtime.loop import Batch
 from pipeback.runtime.runners import PushLoop, Threads
 from pipeback.stages.flight import Value
-from pipeback.stages.joint_optimizer import Options
-from pipeback.stages.module_settings import Settings
-from pipeback.tensors import accelerators
-
-
-class _State(NamedTuple):
-    """A state of the pipeline between two pushes, and what is kept beside it.
-
-    arrived: micro-batches until then. records: of each worker, its ledger, its trace, and how long these were.
-    """
-
-    state: dict[str, Any]
-    arrived: int
-    progress: Progress
-    losses: Any
-    records: list[tuple[Ledger, int, list[Any], int]]
-    settings: Settings
-    clip: Clip
 
 
 class TakeBack:
     """Keeps states of an engine, and goes back to one. every: pushes between two states."""
 
     def __init__(self, engine: Engine, saving: Saving, every: int) -> None:
-        self._engine, self._saving, self._every = engine, saving, every
-        self._states: list[_State] = []  # the last one, and the one before it as long as it is needed
-        self._pushes: list[KeptPush] = []  # those since the first of these states
-        self._next = 0  # pushes until the next state
+        self._engine, self._kept = engine, KeptTraining(engine, saving, every)
+        self._to_leave_out = ToLeaveOut()
+        self._together = GoingBackTogether(engine, self._kept, self._to_leave_out)
         self._now: KeptPush | None = None  # the push that is being let in
         self._busy = False
-        self._check = WriteCheck(engine.stages)
-        self._settings = self._look()
+        if isinstance(engine.ranks, Ranks):
+            engine.ranks.goes_back, engine.ranks.guard = True, _weakly(engine)
+            # before `RankRunner`, which only waits
+            at_exit = Finalize(None, _finish, args=(weakref.ref(self),), exitpriority=21)
+            weakref.finalize(self, at_exit.cancel).atexit = False
 
     # -- while nothing fails -------------------------------------------------------------------------------------
 
@@ -67,15 +52,15 @@ class TakeBack:
             told: PushLeftOut | None = None
             while True:
                 self._now = None
+                if (left := self._to_leave_out.take(self._engine.arrived)) is not None:
+                    return self._not_let_in(*left, told)
                 try:
-                    self._heed_writes()
+                    self._kept.heed_writes()
                     loss = self._engine.push(x, y, then)
                     break
                 except PushLeftOut as error:
-                    if told is not None:  # one after the other
-                        error.pushes = *told.pushes, *error.pushes
-                        error.add_note(str(told))
-                    told = error
+                    if not self._to_leave_out.tell(error, told=False):
+                        told = after(told, error)
                     if self._now is None:
                         continue  # it has not been let in yet
                     if self._now.loss.error is None:
@@ -84,8 +69,8 @@ class TakeBack:
                     break
                 except BaseException:
                     now = self._now
-                    if now is not None and self._engine.arrived == now.first and self._pushes[-1:] == [now]:
-                        del self._pushes[-1]  # it was not let in
+                    if now is not None and self._engine.arrived == now.first and self._kept.pushes[-1:] == [now]:
+                        del self._kept.pushes[-1]  # it was not let in
                     raise
                 finally:
                     came, self._now = self._now, None
@@ -95,123 +80,80 @@ class TakeBack:
                 told.loss = loss
             raise told
 
+    def _not_let_in(self, error: PushLeftOut, known: bool, told: PushLeftOut | None) -> Tensor:
+        """A push that other ranks have left out before it came here. known: whether the user has been told."""
+        if not known or told is not None:
+            raise after(told, None if known else error)
+        loss = HandedLoss(self._heal)
+        loss.error = error
+        return loss.lazy()
+
     def note(self, batches: Sequence[Batch]) -> None:
         """Keep a push that is about to be let in, and the state before it, if that is due."""
-        engine = self._engine
-        if self._next == 0:
-            self._keep_state()
-            self._next = self._every
-        self._next -= 1
-        if self._settings.changed():
-            self._settings = self._look()
-        push = KeptPush(
-            batches, engine.progress.pushes, engine.arrived, len(batches) // len(engine.holding.everywhere),
-            engine.current, self._settings, self._clip(), HandedLoss(self._heal),
-        )  # fmt: skip
-        self._pushes.append(push)
-        self._now = push
-        self._check.works()
+        self._now = self._kept.note(batches, self._heal)
 
     def handed(self, loss: Tensor) -> Tensor:
         """The loss of the push that was let in last, as the user gets it."""
         if isinstance(self._engine.runtime, PushLoop):
             self.rests()
-        return self._pushes[-1].loss.put(loss)
+        return self._kept.pushes[-1].loss.put(loss)
 
     def rests(self) -> None:
         """Nothing works until the next call."""
         if not self._busy:
-            self._check.rests()
+            self._kept.check.rests()
 
     def forget(self) -> None:
         """What came until now cannot be taken back, or is done."""
-        self._states, self._pushes, self._next = [], [], 0
-        self._check.works()
+        self._kept.forget()
+        self._to_leave_out.clear()
 
-    def _heed_writes(self) -> None:
-        """Keep a state before the next push if the user has written something that training again would not repeat."""
-        written = self._check.optimizers
-        if not written and self._check.weights:
-            self._engine.join()
-            written = self._check.weights
-        if written:
-            self.forget()
-
-    def _keep_state(self) -> None:
-        engine = self._engine
-        engine.wait()
-        done = self._done()
-        flights = [push for push in self._pushes if push.first + push.count > done]
-        if self._states and any(push.settings is not self._settings for push in flights):
-            return  # modules were set otherwise meanwhile: not all graphs in flight could be built anew
-        if len(self._states) == 2:
-            if done < self._states[1].arrived:
-                return  # the first one may still be needed
-            del self._states[0]
-            self._pushes = [push for push in self._pushes if push.first >= self._states[0].arrived]
-        try:
-            state = self._saving.state_dict()
-        except Exception as error:
-            error.add_note("debug=pipeback.Debug(take_back=...) keeps states in memory; leave take_back out")
-            raise
-        workers = [loop.worker for loop in engine.loops]
-        records = [(w.ledger, w.ledger.mark(), w.trace, len(w.trace)) for w in workers]
-        self._states.append(
-            _State(
-                state, engine.arrived, copy.copy(engine.progress), engine.losses.mark(), records, self._settings,
-                self._clip(),
-            )
-        )  # fmt: skip
-        self._check.remember()
-
-    def _done(self) -> int:
-        """How many micro-batches are done at all stages, in all replicas."""
-        found = [self._engine.arrived]
-        for loop in self._engine.loops:
-            if not loop.fresh:
-                found.append(loop.order.start + min(loop.order.updated))
-        return min(found)
-
-    def _look(self) -> Settings:
-        modules = list(self._engine.settable())
-        return Settings.joined([Settings(modules, "modes"), Settings(modules)])
-
-    def _clip(self) -> Clip:
-        options = self._engine.setting.worker
-        return options["clip_norm"], options["clip_value"]
+    def settle(self, what: str, *, warn: bool = True) -> None:
+        """Return when what was pushed is done on all ranks; warn of pushes that are left out. what: the call."""
+        while True:
+            try:
+                self._engine.wait()
+                self._engine.ranks.meet(what)
+                return
+            except PushLeftOut as error:
+                if warn:
+                    warnings.warn(str(error), stacklevel=4)
 
     # -- when something has failed -------------------------------------------------------------------------------
 
-    def recover(self, error: BaseException) -> None:
+    def recover(self, error: BaseException) -> str:
         """Go back and train again without the push that has failed, and tell by `PushLeftOut`, or KeyboardInterrupt.
 
-        Returns if that cannot be done.
+        Returns why that cannot be done, for the message of the closed pipeline.
         """
+        if isinstance(error, PushLeftOut):
+            raise error  # all is well again
         if self._busy:
-            return
+            return ""
         stopped = isinstance(error, KeyboardInterrupt)
-        bad = self._now if stopped else self._of(error, self._pushes)
-        if not self._states or (bad is None and not stopped):
-            return
         self._busy = True
         try:
+            if self._engine.ranks.several:
+                return "" if stopped else self._together.recover(error)
+            bad = self._now if stopped else self._of(error, self._kept.pushes)
+            if not self._kept.states or (bad is None and not stopped):
+                return BEFORE_THE_STATES
             left = self._train_without([] if bad is None else [bad])
+        except PushLeftOut:
+            raise
         except BaseException as failure:
             self._engine.error = failure
             raise
         finally:
             self._busy = False
-        self._tell(error, left)
+        return self._tell(error, left)
 
-    def _tell(self, error: BaseException, left: list[KeptPush]) -> None:
+    def _tell(self, error: BaseException, left: list[KeptPush]) -> NoReturn:
         numbers = tuple(sorted(push.number for push in left))
-        which = f"push {numbers[0]} was" if len(numbers) == 1 else f"pushes {', '.join(map(str, numbers))} were"
-        rest = f"{which} left out, as if it had not come" if left else "nothing was left out"
-        rest += ", and training goes on: every other push is trained, the last one, too; repeat any other call"
         if isinstance(error, KeyboardInterrupt):
-            raise KeyboardInterrupt(f"{str(error) or 'stopped'}; {rest}") from error
+            raise KeyboardInterrupt(f"{str(error) or 'stopped'}; {rest(numbers)}") from error
         assert isinstance(error, StageError)
-        told = PushLeftOut(f"{error}; {rest}", error.operation, error.stage, error.micro_batch, numbers)
+        told = PushLeftOut(f"{error}; {rest(numbers)}", error.operation, error.stage, error.micro_batch, numbers)
         for push in left:
             push.loss.error = told
         raise told from error
@@ -224,20 +166,20 @@ class TakeBack:
 
     def _train_without(self, left: list[KeptPush]) -> list[KeptPush]:
         """Go back and train all kept pushes again but those in `left`; return these with others that fail now."""
-        now, clip = self._look(), self._clip()
+        kept, now = self._kept, self._kept.now()
         while True:
             first = min((push.first for push in left), default=self._engine.arrived)
-            while len(self._states) > 1 and self._states[-1].arrived > first:
-                del self._states[-1]
-            since = self._states[-1].arrived
-            again = [push for push in self._pushes if push.first >= since and push not in left]
-            before = [push for push in self._pushes if push.first < since]
+            while len(kept.states) > 1 and kept.states[-1].arrived > first:
+                del kept.states[-1]
+            since = kept.states[-1].arrived
+            again = [push for push in kept.since(since) if push not in left]
+            before = [push for push in kept.pushes if push.first < since]
             numbers = [push.first for push in again], [push.number for push in again]
             try:
-                self._go_back(self._states[-1])
+                kept.go_back(kept.traces())
                 for push in again:
-                    self._train(push)
-                self._set(now, clip)
+                    kept.train(push)
+                kept.put(*now)
                 break
             except StageError as error:
                 bad = self._of(error, [*before, *again])
@@ -246,52 +188,9 @@ class TakeBack:
                 if bad is None:
                     raise
                 left = [*left, bad]
-        self._pushes = [*before, *again]
-        self._next = max(0, self._every - len(again))
+        kept.pushes = [*before, *again]
+        kept.trained_again(len(again))
         return left
-
-    def _go_back(self, to: _State) -> None:
-        engine = self._engine
-        traces = [loop.worker.trace for loop in engine.loops]
-        engine.stop()
-        engine.error = None
-        to.settings.put()
-        engine.setting.worker.update(clip_norm=to.clip[0], clip_value=to.clip[1])
-        self._saving.put_back(to.state)
-        vars(engine.progress).update(vars(to.progress))
-        engine.losses.go_back(to.losses)
-        for loop, (ledger, mark, trace, length), latest in zip(engine.loops, to.records, traces, strict=True):
-            ledger.go_back(mark)
-            if trace is latest:  # otherwise recording was begun since
-                del trace[length:]
-            loop.worker.ledger, loop.worker.trace = ledger, latest
-
-    def _train(self, push: KeptPush) -> None:
-        """Train on a push again, with what was in force when it came."""
-        engine = self._engine
-        self._set(push.settings, push.clip)
-        push.first, push.number = engine.arrived, engine.progress.pushes
-        with accelerators.under(push.autocast):
-            try:
-                engine.rehearse(push.batches)
-            except StageError:  # of what was let in before
-                raise
-            except Exception as error:
-                raise StageError(str(error), None, None, push.first) from error
-            engine.like(push.count, push.batches[0][2])
-            if not _same(engine.current, push.options):
-                engine.current = Options(engine.optimizers, engine.arrived, push.options.groups)
-            push.loss.now = engine.let_in(push.batches)()
-        with suppress(FloatingPointError):  # it was raised then
-            engine.losses.see(push.number, push.loss.now)
-
-    def _set(self, settings: Settings, clip: Clip) -> None:
-        engine = self._engine
-        if settings.changed():
-            engine.wait()
-            settings.put()
-        if clip != self._clip():
-            engine.clip(*clip)
 
     def _heal(self, loss: HandedLoss, now: Tensor, error: Exception) -> None:
         """A loss has failed: go back, unless that was done meanwhile."""
@@ -299,10 +198,34 @@ class TakeBack:
             if loss.now is not now or loss.error is not None:
                 return
             runtime = self._engine.runtime
-            if self._engine.error is None and isinstance(runtime, Threads) and runtime.failure:
-                self._engine.do(runtime.raise_failure)
+            failed = isinstance(runtime, RankRunner) or (isinstance(runtime, Threads) and runtime.failure)
+            if self._engine.error is None and failed and isinstance(runtime, RankRunner | Threads):
+                try:
+                    self._engine.do(runtime.raise_failure)
+                except PushLeftOut as left:
+                    if self._to_leave_out.tell(left, told=False):
+                        return  # the user learns of it when the push comes
+                    raise
             raise error
 
 
-def _same(some: Options, others: Options) -> bool:
-    return some is others or some.groups == others.groups
+def _weakly(engine: Engine) -> Callable[[Callable[[], object]], None]:
+    """The guard of an engine, which it does not keep alive."""
+    guard = weakref.WeakMethod(engine.guard)
+
+    def call(meet: Callable[[], object]) -> None:
+        there = guard()
+        if there is None:
+            meet()
+        else:
+            there(meet)
+
+    return call
+
+
+def _finish(kept: weakref.ref[TakeBack]) -> None:
+    """Before the script ends: nothing is told any more, but other ranks may have to go back."""
+    own = kept()
+    if own is not None and own._engine.error is None and own._engine.runtime is not None and script_error() is None:
+        with suppress(Exception):
+            own.settle("the end of the script")

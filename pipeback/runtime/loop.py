@@ -69,9 +69,8 @@ class Loop:
         if self.fresh:
             self._begin(len(batches), at_once=self.at_once)
         elif (self.placement is not None or self.at_once) and order.empty:
-            order.restart(
-                self._schedule(len(batches), at_once=self.at_once)
-            )  # the last push or this one may be part of a flush
+            # the last push or this one may be part of a flush
+            order.restart(self._schedule(len(batches), at_once=self.at_once))
         last = worker.count - 1
         at_end = self.at_once or order.policy == "skewed"  # with these the order of operations does not change
         for n, (x, target, size) in enumerate(batches):
@@ -320,13 +319,14 @@ class Loop:
 
     def waiting(self) -> Messages:
         """Return the messages to own stages that were not received, by name; no operation may be running."""
-        link, order = self.worker.link, self.order
-        for s in self.worker.stages:
-            for mb in range(order.forwards[s], order.forwards[s - 1]) if s else ():
-                link.wait("F", s, order.start + mb)
-            for mb in range(order.backwards[s], order.backwards[s + 1]) if s < self.worker.count - 1 else ():
-                link.wait("B", s, order.start + mb)
-        return dict(link.box)
+        link, order, last = self.worker.link, self.order, self.worker.count - 1
+        mine, done = self.worker.stages, {"F": order.forwards, "B": order.backwards}
+        sent = [("F", s, s - 1) for s in mine if s] + [("B", s, s + 1) for s in mine if s < last]
+        due = {(k, s, order.start + mb) for k, s, by in sent for mb in range(done[k][s], done[k][by])}
+        for name in sorted(due):
+            link.wait(*name)
+        # other workers may be ahead and have sent more; what comes from outside, x, y and gradients, stays
+        return {n: m for n, m in link.box.items() if n in due or n[:2] in (("F", 0), ("Y", last), ("B", last))}
 
     def progress(self, number: Callable[[Options], int]) -> dict[str, Any]:
         """Return the progress as plain values; `entries`, `options` and `sizes` are of micro-batches still in use."""

@@ -49,7 +49,7 @@ class OptimizerStateWatch:
         """After operations, with no update under way: remember the state, which these operations have written."""
         if not self._stays:
             now = [_kept(stage) for stage in self._stages]
-            self._stays = all(map(_same, now, self._known)) and all(stage.version for stage in self._stages)
+            self._stays = all(map(_same, now, self._known)) and all(map(_stepped, self._stages))
             self._known = now
             if self._stays:
                 self._glance = Glance(self._stages)
@@ -88,6 +88,11 @@ class Glance:
 
 
 _state = attrgetter("optimizer.state")
+
+
+def _stepped(stage: Stage) -> bool:
+    """Whether there has been an update: its version, or in a run of ticks, which tells it later, its entries say so."""
+    return bool(stage.version) or len(stage.optimizer.state) == len(stage.weights)
 
 
 def _kept(stage: Stage) -> list[Any]:

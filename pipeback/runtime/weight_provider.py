@@ -21,14 +21,14 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from pipeback.methods.base import Method, Past, Shift, When, overrides
+from pipeback.methods.base import Method, Past, Shift, When, overrides, sampled
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
 from pipeback.tensors import accelerators
-from pipeback.tensors.weight_list import Weights, add_scaled, copy, set_aside
+from pipeback.tensors.weight_list import Weights, add_scaled, copy, copy_all, set_aside
 
 
 class HookCall(NamedTuple):
@@ -78,8 +78,11 @@ class ResidentWeights:
         self.moves: list[tuple[float, float, str, int]] = []
         self._rounds = any(stage.masters.weights for stage in stages.values())
         self._stash = method.copies == "stash"
-        self._forward_hook = overrides(method, "forward_weights")
+        told = sampled(method)
+        self._forward_hook = overrides(method, "forward_weights") and (told is None or len(told.ahead) > 0)
         self._backward_hook = overrides(method, "backward_weights") or self._stash
+        # whether every B runs on what F used, so that the method need not be asked
+        self._on_used = self._stash and told is not None and told.used and not told.back
 
     def ahead(self, waves: Iterable[Wave]) -> Iterable[Wave]:
         return waves
@@ -96,7 +99,8 @@ class ResidentWeights:
                     continue
                 if isinstance(chosen, Past):
                     if chosen.version != team.first.version:
-                        held.append(_exchange(team, team.first.past(chosen.version), version=chosen.version))
+                        older = team.first.past(chosen.version)
+                        held.append(_exchange([(team.first, older)], version=chosen.version))
                 else:
                     held.append(_place(team, chosen, stash=self._stash))
         forget_casts()
@@ -112,7 +116,7 @@ class ResidentWeights:
         for h in held:
             if h.version is None and not self._stash:
                 continue
-            for stage in h.team.stages:
+            for stage in h.stages:
                 flight = stage.flights.get(mbs[stage.index])
                 if flight is None:  # its forward failed
                     continue
@@ -129,6 +133,8 @@ class ResidentWeights:
             return [], {}
         held: list[Held] = []
         versions: dict[int, int] = {}
+        if self._on_used:
+            return self._used(ops)
         with torch.no_grad():
             for team, mb, when in self.ask("B", ops):
                 stage = team.first
@@ -137,15 +143,24 @@ class ResidentWeights:
                 if chosen is used:
                     versions[stage.index] = stage.flights[mb].version
                     if used is not team.weights:
-                        held.append(_exchange(team, used))
+                        held.append(_exchange([(stage, used)]))
                 elif isinstance(chosen, Past):
                     versions[stage.index] = chosen.version
                     if chosen.version != stage.version:
-                        held.append(_exchange(team, stage.past(chosen.version)))
+                        held.append(_exchange([(stage, stage.past(chosen.version))]))
                 elif chosen is not team.weights:
                     held.append(_place(team, chosen, stash=self._stash))
         self._round(held)
         return held, versions
+
+    def _used(self, ops: Ops) -> tuple[list[Held], dict[int, int]]:
+        """Put the weights into place on which the forwards of these micro-batches ran."""
+        some = [(self.stages[s], mb) for s, mb in ops if self.stages[s].weights]
+        older = [(stage, used) for stage, mb in some if (used := stage.used(mb)) is not stage.weights]
+        with torch.no_grad():
+            held = [_exchange(older)] if older else []
+        self._round(held)
+        return held, {stage.index: stage.flights[mb].version for stage, mb in some}
 
     def after_backward(self, held: Sequence[Held]) -> None:
         """Put the newest weights back."""
@@ -158,7 +173,7 @@ class ResidentWeights:
         """Round the masters that other weights were just written to, or put back to."""
         if self._rounds:
             for h in held:
-                for stage in h.team.stages:
+                for stage in h.stages:
                     stage.masters.round()
 
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[GradientSums]], None]) -> None:
@@ -193,19 +208,24 @@ class Held:
     the others if these are to be kept. version: that of the others, if they are one.
     """
 
-    __slots__ = ("buffer", "team", "undo", "version")
+    __slots__ = ("buffer", "stages", "undo", "version")
 
     def __init__(
-        self, team: StageGroup, undo: Callable[[], None], *, buffer: Weights | None = None, version: int | None = None
+        self,
+        stages: Sequence[Stage],
+        undo: Callable[[], None],
+        *,
+        buffer: Weights | None = None,
+        version: int | None = None,
     ) -> None:
-        self.team, self.undo, self.buffer, self.version = team, undo, buffer, version
+        self.stages, self.undo, self.buffer, self.version = stages, undo, buffer, version
 
 
-def _exchange(team: StageGroup, older: Weights, version: int | None = None) -> Held:
-    """Put an older version into the live storage, to which graphs in flight refer."""
-    undo = set_aside(team.weights)
-    copy(team.weights, older)
-    return Held(team, undo, version=version)
+def _exchange(older: Sequence[tuple[Stage, Weights]], version: int | None = None) -> Held:
+    """Put older weights of these stages into the live storage, to which graphs in flight refer."""
+    undo = set_aside(stage.weights for stage, _ in older)
+    copy_all((stage.weights, weights) for stage, weights in older)
+    return Held([stage for stage, _ in older], undo, version=version)
 
 
 def _place(team: StageGroup, chosen: Weights | Shift, *, stash: bool) -> Held:
@@ -220,7 +240,7 @@ def _place(team: StageGroup, chosen: Weights | Shift, *, stash: bool) -> Held:
         add_scaled(weights, chosen.coefficients, chosen.directions)
     else:
         torch._foreach_copy_(weights, chosen)
-    return Held(team, partial(_swap if stash else copy, weights, buffer), buffer=buffer)
+    return Held(team.stages, partial(_swap if stash else copy, weights, buffer), buffer=buffer)
 
 
 def _swap(a: Weights, b: Weights) -> None:

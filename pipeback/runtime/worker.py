@@ -33,7 +33,7 @@ from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
-from pipeback.tensors.weight_list import Weights, copy
+from pipeback.tensors.weight_list import Weights, copy_all
 
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
 
@@ -285,9 +285,8 @@ class Worker:
                         self.watch.before_update(stage, clipped)
                 except Exception as error:
                     raise self.failure("update", stage, mbs[stage.index], error) from error
-            for stage, older in zip(stages, kept, strict=bool(kept)):
-                if older is not None:
-                    copy(older, stage.weights)
+            pairs = zip(kept, stages, strict=False)
+            copy_all((older, stage.weights) for older, stage in pairs if older is not None)
             for step in steps:
                 team = step[0]
                 team.put([g for stage in team.stages for g in grads[stage.index]], whole=step[3] is not None)

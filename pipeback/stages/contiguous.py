@@ -7,13 +7,14 @@ Elementwise operations round an element the same way wherever it lies, so no bit
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeback.stages.stage import Stage
 from pipeback.tensors.flat_buffer import dense
-from pipeback.tensors.weight_list import SCRATCH, WEIGHTS, Arena, Weights, joined
+from pipeback.tensors.weight_list import SCRATCH, WEIGHTS, Arena, Weights, copy, joined
 
 SMALL = 1 << 16  # up to so many bytes per weight, on average, a call costs more than its arithmetic
 
@@ -33,10 +34,21 @@ def lay_contiguously(stages: Sequence[Stage]) -> None:
             p.data = place
         stage.moved()
         stage.weights.lie(strip, WEIGHTS, at)
+        laid = {name: some for name, some in stage.state.items() if _beside(some, stage.weights)}
+        for name, some in laid.items():
+            copy(room := strip.room(f"state {name}", at, n), some)
+            laid[name] = room
+        stage.put_state({**stage.state, **laid})
         if stage.versions.scratch is not None:
             stage.versions.lay(strip.room(SCRATCH, at, n))
         at += n
     strip.likes = [w.detach() for w in strip.room(WEIGHTS, 0, at)]  # so that the old ones can be freed
+
+
+def _beside(some: Any, weights: Weights) -> bool:
+    """Whether a part of a method's state is a tensor per weight that is like the weight."""
+    there = isinstance(some, list) and len(some) == len(weights) and all(isinstance(t, Tensor) for t in some)
+    return there and all(t.shape == w.shape and t.dtype == w.dtype for t, w in zip(some, weights, strict=True))
 
 
 def _pays(weights: Sequence[Tensor]) -> bool:

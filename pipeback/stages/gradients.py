@@ -44,6 +44,7 @@ class Gradients:
         self.params, self.rows = params, rows
         self.shows = self.threaded = False
         self.values: list[Tensor | None] = [None] * len(params)
+        self._made: list[Tensor | None] = [None] * len(params)  # sums that were made here, and may be changed
         self.count = 0.0  # micro-batches (or samples) that they are summed of
         self._shown = False
         self.split = SplitBackward()  # those that are still to come
@@ -87,6 +88,7 @@ class Gradients:
         """Return all sums, and begin new ones."""
         self.hide()
         values, self.values = self.values, [None] * len(self.params)
+        self._made = [None] * len(self.params)
         return values
 
     def sums(self) -> GradientSums:
@@ -113,15 +115,24 @@ class Gradients:
     def put(self, values: Iterable[Tensor | None]) -> None:
         """Replace the sums by these."""
         self.hide()
-        self.values = list(values)
+        self.values, self._made = list(values), [None] * len(self.params)
 
     def replace(self, values: list[Tensor | None]) -> None:
         """Replace the sums by these, which contain the old ones; only where no sums are shown in `.grad`."""
         self.values = values
 
     def add(self, found: Iterable[Tensor | None]) -> None:
-        """Add the gradients of a micro-batch, which may be somebody else's tensors: they are not changed later on."""
-        self.values = [_sum(g, new) for g, new in zip(self.values, found, strict=True)]
+        """Add the gradients of a micro-batch, which may be somebody else's tensors: they are not changed later on.
+
+        A sum of two is a tensor of our own, to which the third is added in place.
+        """
+        for n, (total, new) in enumerate(zip(self.values, found, strict=True)):
+            if total is None or new is None:
+                self.values[n] = new if total is None else total
+            elif total is self._made[n] and total.layout is new.layout is torch.strided and total.dtype == new.dtype:
+                total.add_(new)
+            else:
+                self.values[n] = self._made[n] = _sum(total, new)
 
     def packed(self) -> Tensor:
         """Return what replicas add up as one vector: all gradients, flags of the weights that have one, the count."""
@@ -243,9 +254,7 @@ def _bounded(gradient: Tensor, value: float) -> tuple[Tensor, Tensor]:
     ), over
 
 
-def _sum(total: Tensor | None, new: Tensor | None) -> Tensor | None:
-    if total is None or new is None:
-        return new if total is None else total
+def _sum(total: Tensor, new: Tensor) -> Tensor:
     if total.layout is not torch.strided and new.layout is torch.strided:
         return new + total  # the only order that torch has for a sparse and a dense one
     return total + new

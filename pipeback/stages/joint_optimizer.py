@@ -193,6 +193,8 @@ class JointOptimizer:
             self._plain_sgd = type(self._twin) is torch.optim.SGD and all(
                 plain_sgd(group) and not _half(group["params"]) for group in self._twin.param_groups
             )
+            for group in self._twin.param_groups if self._plain_sgd and not self._own else ():
+                group["rates"] = None  # `sgd_step` can step each weight at a rate of its own
         seen = self._seen()
         if len(self._known) != len(seen) or not all(map(is_, seen, self._known)) or self._begun:
             self._follow()

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from copy import deepcopy
 from functools import cache
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -94,15 +95,18 @@ def saved(optimizer: torch.optim.Optimizer, where: str) -> tuple[dict[str, Any],
 
 
 def restore(
-    optimizer: torch.optim.Optimizer, plain: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | None
-) -> None:
-    """Put back the counters that `saved` has returned."""
+    optimizer: torch.optim.Optimizer, plain: dict[str, Any], tensors: dict[str, Tensor], device: torch.device | None,
+    groups: Sequence[Group],
+) -> None:  # fmt: skip
+    """Put back the counters that `saved` has returned. groups: the options in the state."""
     mine = counted(optimizer)
     mine.begin(optimizer)
-    # the state has none of these if no step had been made
+    # the state has none of these if no step had been made: they are options yet, or are not there
     for n, key in mine.options:
         if key not in mine.keys[n]:
             optimizer.param_groups[n].pop(key, None)
+        elif key in groups[n]:
+            optimizer.param_groups[n][key] = deepcopy(groups[n][key])
     for key in mine.attributes & set(mine.first):
         setattr(optimizer, key, _value(*mine.first[key], device))
     for key, value in plain["state"]:

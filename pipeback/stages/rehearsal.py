@@ -45,7 +45,9 @@ def rehearse(
     warn: warn of functions of the weights in a graph instead of refusing them. present: a context within which a stage
     has its weights. Raises TypeError or ValueError, which name the stage and the cure; then nothing has changed.
     """
-    seconds, kinds = [], []
+    seconds: list[float] = []
+    kinds: list[Any] = []
+    loss: float | None = None  # seconds of the loss behind a stage that is like others; None: not known
     kept: set[int] = set()  # memory that the stage before keeps until its own backward
     # copies, since a view of a whole push would count with the memory of all of it
     value, target = _copied(cut(x)), target.clone() if isinstance(target, Tensor) else target
@@ -64,13 +66,17 @@ def rehearse(
                 output, kept = _first_run(stage, value, target, kept)
                 if stale_weights_check.guarded(stage, method, delays):
                     stale_weights_check.refuse(stage, value, target, method, warn)
-                seconds.append(_fastest(stage, value, target))
-                kinds.append((str(stage.module), [part.shape for part in stage.enter(value)[0]], stage.judges))
+                kind = str(stage.module), [part.shape for part in stage.enter(value)[0]]
+                alike = [t for t, (*other, _) in zip(seconds, kinds, strict=True) if other == [*kind]]
+                seconds.append(_fastest(partial(measure, stage, value, target), min(alike, default=math.inf)))
+                if stage.judges:
+                    loss = _loss_alone(stage, value, target) if alike else None
+                kinds.append((*kind, stage.judges and loss is None))
         value = output
     devices = {stage.device for stage in stages}
     for stage in stages:
         stage.learn(mixed=len(devices) > 1 or stage is stages[0])  # a later batch may lie anywhere
-    return _alike(seconds, kinds), value
+    return _alike(seconds, kinds, loss), value
 
 
 def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
@@ -201,25 +207,56 @@ def _checked(stage: Stage, output: Any) -> Value:
     return output
 
 
-def _fastest(stage: Stage, value: Value, target: Any) -> float:
-    """Return the seconds of the fastest of a few runs; they are repeated for a while until one is undisturbed."""
-    fastest, left, soon = math.inf, 16, time.perf_counter() + 0.1
+def _fastest(measured: Callable[[], float], expected: float = math.inf) -> float:
+    """Return the seconds of the fastest of a few runs; they are repeated for a while until one is undisturbed.
+
+    expected: the seconds of a stage that looks alike; a stage that seems much slower gets more time to show it.
+    """
+    begun = time.perf_counter()
+    fastest, left = math.inf, 16
     while left:
         begin = time.thread_time()
-        seconds = measure(stage, value, target)
+        seconds = measured()
         fastest, left = min(fastest, seconds), left - 1
-        if (left < 13 and seconds < 1.1 * (time.thread_time() - begin)) or time.perf_counter() > soon:
+        if left < 13 and seconds < 1.1 * (time.thread_time() - begin):
+            break
+        if time.perf_counter() - begun > (0.1 if fastest < 1.5 * expected else 0.5):
             break
     return fastest
 
 
-def _alike(seconds: Sequence[float], kinds: Sequence[Any]) -> list[float]:
-    """Give stages of one kind the same time. A busy machine is slower by half for a while, but rarely four times."""
+def _alike(seconds: Sequence[float], kinds: Sequence[Any], loss: float | None) -> list[float]:
+    """Give stages of one kind the same time. A busy machine is slower by half for a while, but rarely four times.
+
+    loss: the seconds that the last stage takes for the loss, if it is like others but for that.
+    """
     least: list[float] = []
-    for own, kind in zip(seconds, kinds, strict=True):
-        fastest = min(t for t, other in zip(seconds, kinds, strict=True) if other == kind)
+    others = seconds if loss is None else seconds[:-1]
+    for n, (own, kind) in enumerate(zip(seconds, kinds, strict=True)):
+        fastest = min((t for t, other in zip(others, kinds) if other == kind), default=own)
+        if loss is not None and n == len(others):
+            fastest += min(loss, max(0.0, own - fastest))  # each of them is too much on a busy machine
         least.append(fastest if own < 4 * fastest else own)
     return least
+
+
+def _loss_alone(stage: Stage, value: Value, target: Any) -> float | None:
+    """The seconds of F and B of the loss without the module; None if it cannot be computed apart."""
+    assert stage.loss is not None
+    given, loss = stage.enter(value)[1], stage.loss
+    with suppress(Exception):
+        with torch.no_grad():
+            output = cut(stage.call(given))
+
+        def judged() -> float:
+            begin = time.perf_counter()
+            leaf = output.detach().requires_grad_()
+            known = loss(judged_output.structured(stage.module, given, leaf), for_loss(stage.device, target))
+            torch.autograd.grad(known, leaf)
+            return time.perf_counter() - begin
+
+        return _fastest(judged)
+    return None
 
 
 def measure(stage: Stage, value: Value, target: Any) -> float:

@@ -184,7 +184,10 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
                 state[w] = state_of
         if "counted" in plain:
             found = {k.removeprefix("counted/"): v for k, v in tensors.items() if k.startswith("counted/")}
-            restore(stage.optimizer, plain["counted"], found, stage.weights[0].device if stage.weights else None)
+            newest = options[max(options)].groups[stage.index]
+            restore(
+                stage.optimizer, plain["counted"], found, stage.weights[0].device if stage.weights else None, newest
+            )
         stage.put_state(
             {
                 key: [_method_tensor(stage, name, tensors) for name in value] if isinstance(value, list) else value

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from operator import is_
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,7 @@ class StageGroup:
         self._rates: tuple[float, ...] = ()
         self._states: list[State] = []
         self._state: State = {}
+        self._lists: dict[str, tuple[list[Weights], Weights]] = {}  # in it: those of the stages, and all as one
         self._scratch: Weights | None = None
         self._stays = False  # whether the gradients that the optimizer sees lie beside the weights
 
@@ -75,14 +77,16 @@ class StageGroup:
 
     @property
     def state(self) -> State:
-        """The method's state over the team: the stages' lists, concatenated, and the numbers of the first stage."""
+        """The method's state over the team: the stages' lists, concatenated, and for each of their numbers a tuple with
+        one per weight.
+        """
         states = [s.state for s in self.stages]
         if len(states) == 1:
             return states[0]
         if len(self._states) != len(states) or not all(map(is_, self._states, states)):
             self._states = states
             self._state = {
-                name: joined(state[name] for state in states) if isinstance(value, list) else value
+                name: (self._joined if isinstance(value, list) else self._each)(states, name)
                 for name, value in states[0].items()
             }
         return self._state
@@ -92,12 +96,31 @@ class StageGroup:
         if len(self.stages) == 1:
             self.first.put_state(state)
             return
-        at = 0
+        at, before = 0, self._state
         for s in self.stages:
-            n = len(s.weights)
-            s.put_state({k: chosen(v, range(at, at + n)) if isinstance(v, list) else v for k, v in state.items()})
+            n, fresh = len(s.weights), {}
+            for k, v in state.items():
+                if isinstance(v, list):
+                    fresh[k] = s.state[k] if v is before.get(k) else chosen(v, range(at, at + n))
+                else:
+                    fresh[k] = v[at] if isinstance(v, tuple) else v
+            s.put_state(fresh)
             at += n
         self._states, self._state = [s.state for s in self.stages], state
+        for k, v in state.items():
+            if isinstance(v, list):
+                self._lists[k] = [s.state[k] for s in self.stages], v
+
+    def _joined(self, states: Sequence[State], name: str) -> Weights:
+        """A list of every stage, concatenated; the same one as before if the stages have the same lists."""
+        some, known = [state[name] for state in states], self._lists.get(name)
+        if known is None or not all(map(is_, known[0], some)):
+            known = self._lists[name] = some, joined(some)
+        return known[1]
+
+    def _each(self, states: Sequence[State], name: str) -> tuple[Any, ...]:
+        """A number of every stage, once per weight."""
+        return tuple([state[name] for s, state in zip(self.stages, states, strict=True) for _ in s.weights])
 
     def when(self, mb: int, options: Sequence[Options], start: int, base: int, entry: int) -> When:
         """`When` for the first stage at micro-batch `mb`, with the rate and the delay of every weight."""

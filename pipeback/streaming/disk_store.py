@@ -158,11 +158,13 @@ class DiskStore(Store):
         for pages in self._pages.values():
             pages.close()
         self._pages.clear()
+        if self._lock is not None:
+            fcntl.flock(self._lock, fcntl.LOCK_UN)  # also for a child of fork() that has not come to `unlocked` yet
         self.unlocked()
         self.closed = True
 
     def unlocked(self) -> None:
-        """Release the lock; if another process also holds it, it stays."""
+        """Leave the lock; if another process also holds it, it stays."""
         if self._lock is not None:
             os.close(self._lock)
             self._lock = None

@@ -61,9 +61,15 @@ def tell_too_large(who: str, shape: tuple[int, ...], largest: int) -> None:
 
 
 def covariance(before: Tensor, gradient: Tensor, beta: float, *, left: bool) -> None:
-    """L ← β·L + (1 − β)·G·Gᵀ in place, or R likewise."""
+    """L ← β·L + (1 − β)·G·Gᵀ in place, or R likewise, with the bits of `torch.lerp`."""
     product = gradient @ gradient.mT if left else gradient.mT @ gradient
     before.lerp_(product, 1 - beta)
+
+
+def add_covariance(before: Tensor, gradient: Tensor, beta: float, *, left: bool) -> None:
+    """The same in one pass through memory, which rounds otherwise."""
+    pair = (gradient, gradient.mT) if left else (gradient.mT, gradient)
+    _add_product(before, *pair, keep=beta, by=1 - beta)
 
 
 def eigenvectors(covariances: Tensor, before: Tensor) -> Tensor:
@@ -83,8 +89,10 @@ def iterated(covariances: Tensor, before: Tensor) -> Tensor:
     """qr(L·Q).Q: the basis after one step of power iteration; `before` itself where that is not finite."""
     exact = covariances if covariances.dtype in (torch.float32, torch.float64) else covariances.float()
     product = exact @ before.to(exact.dtype)
-    known = torch.isfinite(product).all((-2, -1), keepdim=True)
-    return _sound(torch.linalg.qr(torch.where(known, product, before.to(exact.dtype)))[0], before)
+    if not _plainly_finite(product):
+        known = torch.isfinite(product).all((-2, -1), keepdim=True)
+        product = torch.where(known, product, before.to(exact.dtype))
+    return _sound(torch.linalg.qr(product)[0], before)
 
 
 def descending(covariances: Tensor, basis: Tensor) -> Tensor:
@@ -92,7 +100,14 @@ def descending(covariances: Tensor, basis: Tensor) -> Tensor:
     return torch.argsort(((covariances @ basis) * basis).sum(-2), dim=-1, descending=True)
 
 
+def _plainly_finite(x: Tensor) -> bool:
+    """Whether all entries are finite, as far as one sum tells, on a CPU: elsewhere it would wait for the device."""
+    return x.device.type == "cpu" and bool(x.sum().isfinite())
+
+
 def _sound(found: Tensor, before: Tensor) -> Tensor:
+    if _plainly_finite(found):
+        return found.to(before.dtype)
     return torch.where(torch.isfinite(found).all((-2, -1), keepdim=True), found.to(before.dtype), before)
 
 
@@ -100,6 +115,20 @@ def rotated(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
     """Q_Lᵀ·X·Q_R."""
     x = x if left is None else left.mT @ x
     return x if right is None else x @ right
+
+
+def add_restored(into: Tensor, x: Tensor, left: Tensor | None, right: Tensor | None, *, keep: float = 1) -> None:
+    """Y ← keep·Y + Q_L·X·Q_Rᵀ in place; one side at least has a basis."""
+    if right is None:
+        assert left is not None
+        _add_product(into, left, x, keep=keep)
+    else:
+        _add_product(into, x if left is None else left @ x, right.mT, keep=keep)
+
+
+def _add_product(into: Tensor, a: Tensor, b: Tensor, *, keep: float, by: float = 1) -> None:
+    """Y ← keep·Y + by·A·B in place, of matrices or of batches of them."""
+    (into.addmm_ if into.dim() == 2 else into.baddbmm_)(a, b, beta=keep, alpha=by)
 
 
 def restored(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:

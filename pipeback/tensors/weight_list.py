@@ -16,6 +16,8 @@ from pipeback.tensors.flat_buffer import FlatBuffer, places
 
 # the names of the rooms of a strip
 WEIGHTS, SCRATCH, VELOCITIES, GRADIENTS, DECAYED = "weights", "scratch", "velocities", "gradients", "decayed"
+MOVED = "moved"
+RUNS = 8  # the most ways of cutting a strip that are remembered
 Weights = list[Tensor]  # the trainable parameters of a stage, in the order of module.parameters()
 
 
@@ -29,7 +31,7 @@ class WeightList(list[Tensor]):
     _factor: tuple[float, Tensor] | None = None
     _chosen: tuple[tuple[int, ...], WeightList] | None = None
     _flat: Tensor | None = None
-    _runs: tuple[tuple[int, ...], WeightList] | None = None
+    _runs: dict[tuple[int, ...], WeightList]  # F and B may be shifted by other numbers
     _rooms: dict[str, WeightList]
 
     @property
@@ -53,8 +55,8 @@ class WeightList(list[Tensor]):
 
     def forget(self) -> None:
         """Forget all caches, since the weights lie elsewhere now."""
-        self.velocities = self._ones = self._factor = self._chosen = self.strip = self._flat = self._runs = None
-        self._rooms = {}
+        self.velocities = self._ones = self._factor = self._chosen = self.strip = self._flat = None
+        self._runs, self._rooms = {}, {}
 
     def only(self, numbers: Sequence[int]) -> WeightList:
         """Return the weights of these numbers; always the same list for the same numbers."""
@@ -69,16 +71,19 @@ class WeightList(list[Tensor]):
 
     def lie(self, strip: Arena, name: str, first: int) -> None:
         self.strip, self.name, self.first = strip, name, first
-        self._flat, self._runs, self._rooms = None, None, {}
+        self._flat, self._runs, self._rooms = None, {}, {}
 
     def runs(self, begins: tuple[int, ...]) -> WeightList:
         """Return vectors, each with the weights from one of these numbers up to the next; always the same ones."""
-        if self._runs is None or self._runs[0] != begins:
+        found = self._runs.get(begins)
+        if found is None:
             assert self.strip is not None
             ends = (*begins[1:], len(self))
             parts = (self.strip.flat(self.name, self.first + a, b - a) for a, b in zip(begins, ends, strict=True))
-            self._runs = begins, WeightList(parts)
-        return self._runs[1]
+            if len(self._runs) >= RUNS:
+                self._runs.clear()
+            found = self._runs[begins] = WeightList(parts)
+        return found
 
     @property
     def flat(self) -> Tensor | None:
@@ -134,14 +139,22 @@ def whole(*lists: Sequence[Any]) -> list[Any]:
     return [[some.flat] for some in lists] if alike(*lists) else list(lists)  # type: ignore[attr-defined]
 
 
+def by_number(numbers: Sequence[float], *lists: Sequence[Any]) -> tuple[Sequence[float], list[Any]]:
+    """Return lists with a number for each of their entries: neighbours of the same number are one vector, if all lists
+    lie in strips in the same way.
+
+    numbers: one per weight.
+    """
+    if not alike(*lists):
+        return numbers, list(lists)
+    begins = (0, *(n for n in range(1, len(numbers)) if numbers[n] != numbers[n - 1]))
+    return [numbers[n] for n in begins], [some.runs(begins) for some in lists]  # type: ignore[attr-defined]
+
+
 def add_scaled(weights: Weights, coefficients: Sequence[float], directions: Sequence[Tensor | None]) -> None:
     """w ← w + c·x in place for every weight that has a direction: one call, one rounding for any number of weights."""
     # c·x is rounded before the sum; with a factor of one, some kernels would fuse both for long tensors only
-    if alike(weights, directions):
-        # neighbours with the same coefficient are one vector
-        begins = (0, *(n for n in range(1, len(weights)) if coefficients[n] != coefficients[n - 1]))
-        coefficients = [coefficients[n] for n in begins]
-        weights, directions = (some.runs(begins) for some in (weights, directions))  # type: ignore[attr-defined]
+    coefficients, (weights, directions) = by_number(coefficients, weights, directions)
     given = [x for x in directions if x is not None]
     if len(given) < len(directions):
         there = [n for n, x in enumerate(directions) if x is not None]
@@ -157,6 +170,24 @@ def copy(weights: Weights, values: Sequence[Tensor]) -> None:
     torch._foreach_copy_(*whole(weights, values))
 
 
+def noted(weights: Weights) -> Weights:
+    """Return copies of the weights for `moved`."""
+    if not isinstance(weights, WeightList) or weights.flat is None:
+        return [w.detach().clone() for w in weights]
+    room = weights.room(MOVED)
+    copy(room, weights)
+    return room
+
+
+def moved(weights: Weights, before: Weights) -> Weights:
+    """w − before, in the place of what `noted` has returned if the weights lie in a strip."""
+    if not alike(weights, before):
+        return list(torch._foreach_sub(weights, before))
+    (now,), (old,) = whole(weights, before)
+    torch.sub(now.detach(), old, out=old)
+    return before
+
+
 def like(weights: Weights) -> Weights:
     """Return new tensors like these, in a strip of their own if these lie in one."""
     if getattr(weights, "flat", None) is None:
@@ -164,10 +195,20 @@ def like(weights: Weights) -> Weights:
     return Arena([w.detach() for w in weights]).room(WEIGHTS, 0, len(weights))
 
 
-def set_aside(weights: Weights) -> Callable[[], None]:
+def copy_all(pairs: Iterable[tuple[Weights, Sequence[Tensor]]]) -> None:
+    """w ← x in place for every pair, in one call."""
+    into, values = [], []
+    for w, x in pairs:
+        some, others = whole(w, x)
+        into += some
+        values += others
+    if into:
+        torch._foreach_copy_(into, values)
+
+
+def set_aside(bundles: Iterable[Weights]) -> Callable[[], None]:
     """Copy the weights, and return what puts the copies back."""
-    flat: Tensor | None = getattr(weights, "flat", None)
-    places = list(weights) if flat is None else [flat]
+    places = [w for bundle in bundles for (some,) in (whole(bundle),) for w in some]
     kept = [w.detach().clone() for w in places]
     return partial(torch._foreach_copy_, places, kept)
 
@@ -196,7 +237,7 @@ class Arena:
     @property
     def beside(self) -> int:
         """The bytes that no stage counts as its own."""
-        return sum(self._rooms[name].nbytes for name in (GRADIENTS, DECAYED) if name in self._rooms)
+        return sum(self._rooms[name].nbytes for name in (GRADIENTS, DECAYED, MOVED) if name in self._rooms)
 
     def _flat(self, name: str) -> FlatBuffer:
         if name not in self._rooms:

@@ -95,7 +95,7 @@ def alone(case: Case, rank: int) -> dict[str, Contender]:
     """The contenders that need no other process; they are built before there is a process group."""
     threads = pipelined(case, "pb", case.turn, workers=RANKS) if rank == 0 else Contender(lambda: 0.0, case.turn)
     return {
-        "two copies of pb": pipelined(case, "pb", case.turn // RANKS)._replace(copies=True),
+        "two copies of pb": pushed(case._replace(turn=case.turn // RANKS), "pb")._replace(copies=True),
         "two plain loops": plain(case, case.turn // RANKS)._replace(copies=True),
         "pb, threads": threads,
     }

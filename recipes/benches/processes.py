@@ -4,12 +4,14 @@ The ideal is two independent single-process copies that run at once: together th
 under the same contention. All contenders take turns within the same two processes. The peers, of
 torch.distributed.pipelining, step once per flush of 4 or 8 micro-batches, as our gpipe and one_f_one_b beside them; pb
 steps after every one. With 8 there are also schedules whose ranks hold two parts each, or whose backward is split.
+
+    pipeback bench processes cases=large repeats=9      # cases: large, small
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable
+import sys
 
 from pipeback.recipes.benches.contenders import FLUSHES, MORE_PEERS, PEERS, Case, alone, together
 from pipeback.recipes.benches.turns import Rates, everywhere, join, on_ranks, spread, take_turns
@@ -22,14 +24,22 @@ CASES = (
 IDEAL = "two copies of pb"
 
 
-def main(repeats: int, cases: Iterable[Case] = CASES) -> None:
-    for case in cases:
+def main(repeats: int, cases: str = "") -> None:
+    for case in named(cases) if cases else CASES:
         rates, weights, whole = on_ranks(measured, case, repeats)
         print(f"\n{case.layers} transformer layers of width {case.width}, sequence {case.length}, "
               f"micro-batch {case.samples}:\n")  # fmt: skip
         print("\n\n".join(tables(rates)))
         shares = ", ".join(f"{some / whole:.1%}" for some in weights)
         print(f"\nWeights that a rank holds, of {whole / 1e6:.1f} MB: {shares}.", flush=True)
+
+
+def named(words: str) -> list[Case]:
+    """The cases of an option, as it is typed."""
+    known = {case.name: case for case in CASES}
+    if unknown := [word for word in words.split(",") if word not in known]:
+        sys.exit(f"pipeback bench: there is no case {unknown[0]!r}; there are cases={','.join(known)}")
+    return [known[word] for word in words.split(",")]
 
 
 def measured(rank: int, store: str, case: Case, repeats: int) -> tuple[Rates, list[int], int]:

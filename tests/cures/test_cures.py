@@ -218,6 +218,16 @@ def test_what_came_before_weights_were_written_is_not_taken_back():
     assert not fails(drains=True)
 
 
+def test_states_that_are_kept_beside_a_disk_store(tmp_path):
+    kept = {"debug": pipeback.Debug(take_back=3)}
+    told = refused(
+        lambda: build(store=f"disk:{tmp_path}", **kept),
+        f"take_back=3 does not go with store='disk:{tmp_path}'; use store=\"host\", or leave take_back out",
+    )
+    trains(**typed(told), **kept)
+    trains(store=f"disk:{tmp_path}")
+
+
 def test_commit_with_a_folder(tmp_path):
     pipe = build(store=f"disk:{tmp_path}")
     pipe.push(BATCH, BATCH)

@@ -103,8 +103,13 @@ def watched(rank: int, some: bool) -> None:
     pushed(pipe, lambda: pipe.watch())
 
 
-def kept(rank: int, some: bool) -> None:
-    pushed(built(debug=pipeback.Debug(take_back=3 if some else None)))
+def kept_linked(rank: int, some: bool) -> None:
+    link = pipeback.Processes(timeout=TIMEOUT, link="nccl" if some else "gloo")
+    pushed(built(debug=pipeback.Debug(take_back=3), workers=link))
+
+
+def kept_split(rank: int, some: bool) -> None:
+    pushed(built(debug=pipeback.Debug(take_back=3), replicas=2, store="host" if some else None))
 
 
 def sparse(rank: int, some: bool) -> None:
@@ -237,7 +242,8 @@ ROWS: dict[Callable[[int, bool], None], str] = {
     other_batch: "every rank must push the same data, in the same order",
     forgotten: "forget: the other ranks are ahead already; give backward a gradient of zeros",
     watched: "watch measures whole weights, of which a rank's store has a slice; use store=None",
-    kept: "take_back=3: the ranks of other processes could not go back to a state; leave take_back out, and load the",
+    kept_linked: "take_back=3: a wait for NCCL does not end when another rank has failed; use workers=pipeback.Proce",
+    kept_split: "take_back=3: a store splits weights over the ranks of the replicas, which could not go back to a",
     sparse: "a store splits weights over the ranks of the replicas, but not sparse ones; use store=None",
     linked: r"parts of the stages each do not exchange tensors by NCCL; use workers=pipeback.Processes\(link='gloo'\)",
     far_loss: "loss=None over several ranks does not go with placement='v'; use placement='neighbours'",

@@ -178,6 +178,11 @@ RANKS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "vectorize": ({"vectorize": True}, "vectorize=True", {"vectorize": False}),
     "compile": ({"compile": True}, "compile=True", {"compile": False}),
     "sparsity": ({"store": pipeback.Streaming(sparsity="set")}, "sparsity", {"store": "host"}),
+    "take_back": (
+        {"debug": pipeback.Debug(take_back=3)},
+        "take_back=3 does not go with tensor_parallel=2; use tensor_parallel=1, or leave take_back out",
+        {"debug": pipeback.Debug(take_back=None)},
+    ),
 }  # fmt: skip
 
 

@@ -197,11 +197,20 @@ class Run:
 
     @contextmanager
     def anew(self) -> Iterator[None]:
-        """The pipeline is another one afterwards, whose modules are set to train and to evaluate as they were."""
-        training = [module.training for module in self.pipe._engine.model.modules()]
+        """The pipeline is another one afterwards, whose modules are set as they were."""
+        settings = self.settings()
         yield
-        for module, mode in zip(self.pipe._engine.model.modules(), training, strict=True):
-            module.training = mode
+        self.put(settings)
+
+    def settings(self) -> list[tuple[bool, float | None]]:
+        """Of each module, whether it trains, and the rate of a dropout: a state has neither."""
+        return [(module.training, getattr(module, "p", None)) for module in self.pipe._engine.model.modules()]
+
+    def put(self, settings: list[tuple[bool, float | None]]) -> None:
+        for module, (training, p) in zip(self.pipe._engine.model.modules(), settings, strict=True):
+            module.training = training
+            if p is not None:
+                module.p = p
 
     def move(self, at: str, workers: int) -> None:
         """The same into another number of threads."""
@@ -209,14 +218,16 @@ class Run:
         self.reload(at)
 
     def save(self, at: str) -> None:
-        self.saved = (self.pipe.state_dict(), self.pushes)
+        self.saved = (self.pipe.state_dict(), self.pushes, self.settings())
 
     def load(self, at: str) -> None:
         """Back to what was saved, in the same pipeline."""
         if self.saved is not None:
             self.read(at)
-            self.pipe.load_state_dict(self.saved[0])
-            self.pushes = self.saved[1]
+            state, self.pushes, settings = self.saved
+            self.pipe.wait()
+            self.put(settings)
+            self.pipe.load_state_dict(state)
 
     # -- what users do to models and optimizers -------------------------------------------------------------------
 

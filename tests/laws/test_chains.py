@@ -11,6 +11,7 @@ import torch
 
 import pipeback
 from pipeback import Method, methods
+from pipeback.methods.base import When
 from tests.helpers.choice import rare
 from tests.laws.cases import OPTIMIZERS, STAGES, data, everything, network, pipeline
 
@@ -132,3 +133,10 @@ def test_shifts_of_two_methods_are_added_up(hook: str) -> None:
         pipe.drain()
         found.append(torch.cat([p.detach().flatten() for p in pipe.model.parameters()]))
     torch.testing.assert_close(*found, rtol=1e-10, atol=1e-12)
+
+
+def test_a_method_without_hooks_says_nothing_in_a_chain() -> None:
+    """So stages that run as one, which ask what a chain corrects, take chains with `pb` in them."""
+    when = When(1, 3, 0, 0, 2, (0.1, 0.1), (2, 2))
+    sc = methods.create("sc")
+    assert pipeback.chain(methods.create("pb"), sc).correction(when, {}) == sc.correction(when, {})

@@ -99,7 +99,7 @@ def test_every_runtime_has_the_same_bits(options, monkeypatch):
     assert torch.equal(found[1], found[3])
 
 
-@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "pipemare-t3"])
+@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "pipemare", "pipemare-t3"])
 def test_whatever_becomes_of_an_optimizers_state(case, monkeypatch):
     """Loaded, or gradients left behind by others: what lies beside the weights follows."""
 

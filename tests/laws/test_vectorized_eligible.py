@@ -149,7 +149,8 @@ def test_what_a_run_as_one_cannot_do():
     ("case", "gain", "as_one"),
     [("pb", 1.3, True), ("pb", 0.98, False), ("gpipe", 1.3, True), ("gpipe", 0.98, False), ("pipedream", 1.3, True),
      ("pipedream", 0.98, False), ("pb-slack1", 1.3, True), ("pipedream-vertical", 4.0, False),
-     ("pipedream-vertical", 6.0, True), ("ef", 1.3, True), ("pipeoptim-xpipe", 1.9, False), ("lwp-weight", 1.3, True)],
+     ("pipedream-vertical", 6.0, True), ("ef", 1.3, True), ("ef", 0.8, True), ("ef", 0.6, False),
+     ("pipeoptim-xpipe", 1.9, False), ("lwp-weight", 1.3, True)],
 )  # fmt: skip
 def test_auto_asks_for_more_where_ticks_cost_more(case, gain, as_one, monkeypatch):
     """gain: of F and B alone. Ticks that are gone through stage by stage cost, and twice as many cost more."""

@@ -3,12 +3,14 @@
 import os
 import select
 import signal
+from weakref import WeakSet
 
 import pytest
 import torch
 from torch import nn
 
 import pipeback
+from pipeback.streaming import fork_guard
 from tests.laws.cases import OPTIMIZERS, data, everything, network, pipeline
 
 BAD = {
@@ -192,9 +194,13 @@ def test_an_event_loop_goes_on_in_a_child():
 
 
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_the_lock_of_a_store_is_the_parents(tmp_path):
+@pytest.mark.parametrize("late", [False, True])
+def test_the_lock_of_a_store_is_the_parents(late, tmp_path, monkeypatch):
+    """late: the child has not come to releasing its copy of the lock."""
     pipe = pipeline(network(), "pb", store=f"disk:{tmp_path}")
     pipe.push(*data(1)[0])
+    if late:
+        monkeypatch.setattr(fork_guard, "_locked", WeakSet())
     stays, ends = os.pipe()
     child = os.fork()
     if not child:

@@ -2,6 +2,7 @@
 runtimes is tests/laws/test_take_back.py."""
 
 import gc
+import shutil
 import signal
 import threading
 import weakref
@@ -12,13 +13,18 @@ from torch import nn
 
 import pipeback
 from pipeback.runtime.lazy_loss import LazyLoss
-from tests.laws.cases import OPTIMIZERS, data, everything
+from tests.helpers.choice import rare
+from tests.laws.cases import CASES, OPTIMIZERS, STAGES, data, everything
 from tests.laws.test_set_between import SETS, Model
 from tests.laws.test_take_back import bad, compared, made, same, trained
 from tests.pipeline.test_dropped import ARMED, BAD, loss
+from tests.processes.cases import drawing, half
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 COUNT, GONE = 24, (5, 11)
+COMPILES = pytest.mark.skipif(
+    not (shutil.which("g++") or shutil.which("clang++")), reason="torch.compile needs a compiler"
+)
 
 
 def both(meanwhile, at=0, backward=True, case="pb", **options):
@@ -156,6 +162,32 @@ def test_weights_that_are_written_with_something_in_flight(workers):
 )
 def test_options(options):
     alike(*both(lambda pipe, n: None, **options))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"masters": True, "workers": 2}, {"masters": True, "replicas": 2},
+        *(pytest.param({"compile": True, "workers": w}, marks=[COMPILES, pytest.mark.soak]) for w in (None, 2)),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("case", ["pb", rare("cerebras"), rare("pipedream")])
+def test_masters_and_compiled_stages(case, options):
+    def built(every):
+        torch.manual_seed(7)
+        model = half() if "masters" in options else drawing()
+        return pipeback.Pipeline(
+            model, loss=loss, optimizer=OPTIMIZERS["momentum"], method=CASES[case](STAGES),
+            debug=pipeback.Debug(take_back=every), **options,
+        )  # fmt: skip
+
+    good = data(COUNT, 8)
+    hurt, plain = built(3), built(None)
+    losses, told = trained(hurt, [bad(None) if n in GONE else push for n, push in enumerate(good)])
+    wanted, _ = trained(plain, [push for n, push in enumerate(good) if n not in GONE])
+    assert len(told) == 2
+    same(hurt, plain, losses, wanted, GONE)
 
 
 @pytest.mark.parametrize("order", ["upstream", "sticky", "random", "skewed"])

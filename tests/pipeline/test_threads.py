@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback.stages import rehearsal
 from tests.laws.cases import data, network, pipeline, weights
 
 
@@ -121,3 +122,22 @@ def test_several_threads_may_push_and_look():
     assert not failed
     pipe.drain()
     assert sum(r.kind == "B" for r in pipe.ledger) == 5 * 46
+
+
+@pytest.mark.parametrize("disturbed", [0, 3, 7])
+def test_layers_that_are_alike_are_shared_out_evenly_on_a_busy_machine(disturbed, monkeypatch):
+    measure = rehearsal.measure
+
+    def measured(stage, *given):
+        measure(stage, *given)
+        return 3.0 if stage.index == disturbed else 1.0
+
+    monkeypatch.setattr(rehearsal, "measure", measured)
+    model = nn.Sequential(*(nn.Linear(6, 6) for _ in range(8)))
+    pipe = pipeback.Pipeline(
+        model, loss=nn.functional.mse_loss, optimizer=lambda w: torch.optim.SGD(w, lr=0.1), method="pb", workers=2,
+        micro_batch_size=4,
+    )  # fmt: skip
+    pipe.push(*torch.randn(2, 4, 6))
+    assert pipe.owner == [0] * 4 + [1] * 4
+    pipe.close()

@@ -1,5 +1,7 @@
 """Law: resume. A state saved in flight over some ranks goes on over any other number, bit for bit."""
 
+import time
+
 import pytest
 import torch
 
@@ -114,3 +116,40 @@ def test_into_a_pipeline_that_runs(crew):
     for case in ("pb", "pipedream", "cerebras"):
         for result in crew.run(loaded_twice, case, first_part(case)):
             assert differences(result, whole(case)) == []
+
+
+class Slow(torch.nn.Linear):
+    """A layer that takes as long as it is told."""
+
+    seconds = 0.0
+
+    def forward(self, x):
+        time.sleep(type(self).seconds * self.slow)
+        return super().forward(x)
+
+
+def begins_again(slow):
+    """The state of before the first push is loaded, when other stages are slow; losses, weights, and who had which."""
+    torch.manual_seed(7)
+    layers = [Slow(6, 6) for _ in range(4)]
+    pipe = pipeline(torch.nn.Sequential(*layers), "pb")
+    start, owners = pipe.state_dict(), []
+    Slow.seconds = 0.05
+    for first in slow:
+        for n, layer in enumerate(layers):
+            layer.slow = int(n in first)
+        losses = [float(pipe.push(x, y)) for x, y in data(6)]
+        found = {name: value.clone() for name, value in pipe.model.state_dict().items()}
+        owners.append(list(pipe.owner))
+        pipe.load_state_dict(start)
+    pipe.close()
+    return losses, found, owners
+
+
+def test_a_state_of_before_the_first_push_leaves_stages_where_they_are(crew):
+    """Which stages are slow is measured anew, but those of other ranks have no weights here."""
+    losses, weights, _ = begins_again([(0,)])
+    for found, values, (before, after) in crew.ranks(2).run(begins_again, [(0,), (2, 3)]):
+        assert before == after
+        assert found == losses
+        assert all(torch.equal(value, values[name]) for name, value in weights.items())

@@ -21,6 +21,7 @@ from pipeback.recipes.benches import (
     processes,
     push_length,
     pushes,
+    research,
     scaling,
     turns,
     under_lightning,
@@ -69,6 +70,8 @@ def test_sections_are_chosen_by_name(monkeypatch, capsys):
     }  # fmt: skip
     with pytest.raises(SystemExit, match="networks= is an option of table; name that too: pipeback bench table ..."):
         bench.parsed(["networks=narrow", "scaling"])
+    with pytest.raises(SystemExit, match=r"there is no case 'tiny'; there are cases=large,small"):
+        processes.main(1, cases="large,tiny")
     monkeypatch.setattr(sys, "argv", ["pipeback bench", "imports", "repeats=1"])
     bench.main()
     out = capsys.readouterr().out
@@ -80,13 +83,15 @@ def test_sections_are_chosen_by_name(monkeypatch, capsys):
 
 def test_processes_take_turns(capfd, monkeypatch):
     monkeypatch.setattr(processes, "on_ranks", lambda work, *given: turns.on_ranks(hastily, *given, start="forkserver"))
-    processes.main(2, [Case("tiny", width=8, length=4, samples=2, turn=16, layers=4)])
+    monkeypatch.setattr(processes, "CASES", [Case("tiny", width=8, length=4, samples=2, turn=16, layers=4)])
+    processes.main(2)
     out = capfd.readouterr().out
     assert "4 transformer layers of width 8, sequence 4, micro-batch 2" in out
     for name in ("two plain loops", "pb, threads", "pb, gloo", "pb, shared_memory", "gpipe 8", "Schedule1F1B 4",
                  "interleaved 8", "ScheduleInterleaved1F1B 8", "zb_h1 8", "ScheduleInterleavedZeroBubble 8",
                  "ScheduleZBVZeroBubble 8"):  # fmt: skip
         assert f"\n| {name} " in out, name
+    assert all(float(row[2].split()[0]) > 0 for row in cells(out) if len(row) == 3 and row[1][:1].isdigit())
     assert "| the better peer at 4 " in out and "| the best at 8: " in out and "| ScheduleGPipe 8 " in out
     assert re.search(r"Weights that a rank holds, of 0.0 MB: \d+.\d%, \d+.\d%\.\n", out)
 
@@ -156,6 +161,23 @@ def test_short_pushes_over_a_long_one(capsys):
         [f"`{method}`, {end}", "3 × 2"] for end in ("as one", "event loop") for method in ("pb", "cerebras")
     ]
     assert all(float(row[2].split()[0]) > 0 for row in rows)
+
+
+def test_research_by_method_over_the_plain_loop(capsys, monkeypatch):
+    """Losses fall: it is the recipe's network on text, and every push trains it."""
+    monkeypatch.setattr(research, "METHODS", ("pb", "eigendelay"))
+    case = research.Case(depth=1, width=8, context=4, batch=2, turn=2)
+    research.main(1, case)
+    head, _, *rows = cells(capsys.readouterr().out)
+    assert head == ["4 stages, width 8, batch 2, AdamW", "CPU ms/update", "of plain"]
+    assert [row[0] for row in rows] == ["plain loop", "`pb`, event loop", "`pb`", "`eigendelay`"]
+    assert rows[0][2] == "1.00" and all(float(row[1].split()[0]) > 0 and float(row[2]) > 0 for row in rows)
+    push = research.pushed(case, "pb", vectorize=True)
+    losses = torch.stack([push() for _ in range(400)])
+    assert losses[-50:].mean() < losses[:50].mean() - 0.2
+    turns = []
+    research.train(case, "pb", False, (turns.append(None) for _ in range(2)))
+    assert len(turns) == 2 and len(research.rows()) == 3
 
 
 def test_auto_beside_what_it_goes_by(capsys, monkeypatch):

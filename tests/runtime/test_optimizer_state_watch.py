@@ -64,8 +64,11 @@ def test_a_velocity_that_is_there_before_the_first_push():
     assert found[0] == found[1] != found[2]
 
 
-def test_states_of_all_stages_are_compared_in_one_pass_once_they_stay(monkeypatch):
-    pipe, pairs = pipeline(network(dtype=torch.float64), "pb"), data(30, dtype=torch.float64)
+@pytest.mark.parametrize("vectorize", [False, True])
+def test_states_of_all_stages_are_compared_in_one_pass_once_they_stay(vectorize, monkeypatch):
+    """Also in a run of ticks, at whose end only stages are told how many updates they have made."""
+    pairs = data(30, dtype=torch.float64)
+    pipe = pipeline(network(dtype=torch.float64), "pb", vectorize=vectorize)
     for pair in pairs[:-1]:
         pipe.push(*pair)
     looked = []

@@ -201,3 +201,22 @@ def test_who_clears_them_while_a_thread_of_ours_goes_back_loses_none():
         wanted += torch.ones(3, 1) @ x.detach()
         assert torch.equal(sums.values[0], wanted) and layer.weight.grad is sums.values[0]
         layer.weight.grad = torch.zeros(3, 3)  # put back late, by somebody who had put it aside
+
+
+def test_sums_are_added_to_in_place_once_they_are_our_own():
+    found = [torch.full((3,), float(n)) for n in range(4)]
+    gradients = Gradients([torch.zeros(3)])
+    for g in found[:2]:
+        gradients.add([g])
+    ours = gradients.values[0]
+    for g in found[2:]:
+        gradients.add([g])
+    assert gradients.values[0] is ours and ours.tolist() == [6.0] * 3
+    assert [g.tolist() for g in found] == [[float(n)] * 3 for n in range(4)]  # which may be somebody else's
+    taken = gradients.take()
+    gradients.add([found[1]])
+    gradients.add([found[1]])
+    assert taken[0] is ours and ours.tolist() == [6.0] * 3
+    gradients.put([ours])
+    gradients.add([found[1]])
+    assert ours.tolist() == [6.0] * 3  # nor what somebody has put there

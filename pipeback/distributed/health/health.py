@@ -23,6 +23,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.util import Finalize
+from typing import NamedTuple
 from weakref import WeakSet
 
 import torch.distributed as dist
@@ -33,6 +34,28 @@ from pipeback.distributed.health.heartbeat import Heartbeat, RankIdentity
 from pipeback.errors import RankError
 
 GRACE = 2.0  # seconds within which messages of a rank that has left, or the reason of a broken connection, arrive
+
+
+class Failed(NamedTuple):
+    """An operation that has failed, as the `StageError` says it."""
+
+    message: str
+    operation: str | None
+    stage: int | None
+    micro_batch: int | None
+
+
+class Fault(NamedTuple):
+    """What has ended a pipeline. failed: the operation, if it is one that has failed on the rank."""
+
+    rank: int
+    message: str
+    failed: Failed | None = None
+
+    @staticmethod
+    def load(text: bytes) -> Fault:
+        rank, message, *failed = json.loads(text)
+        return Fault(rank, message, Failed(*failed[0]) if any(failed) else None)
 
 
 class Health:
@@ -61,12 +84,12 @@ class Health:
         self._heard = self._asked = now  # when the store last answered, and when it was asked for that
         self._gone: dict[int, float] = {}  # when it was seen that a process has ended
         self._left: dict[int, float] = {}  # when it was seen that a rank has left
-        self._accused: tuple[int, str] | None = None  # the fault to be written
-        self._fault: tuple[int, str] | None = None
+        self._accused: Fault | None = None  # the fault to be written
+        self.fault: Fault | None = None  # the first one, once it is known
         self._broken: tuple[float, str] | None = None  # (when, why) the store failed
         self._leaving = False
         self._called: str | None = None  # the name of the meeting for which this rank waits
-        self._met = threading.Event()
+        self._met, self._came = threading.Event(), False  # whether that is decided, and whether all have come
         self._deadline = float("inf")  # until when the store's host waits for the others to learn the fault
         self._wake, self._lock = threading.Event(), threading.Lock()
         # not `atexit`, which forked processes of multiprocessing skip
@@ -83,24 +106,28 @@ class Health:
             raise self._error()
 
     def meet(self, what: str) -> None:
-        """Return when every rank has called this, or after the timeout; raise the fault of a rank that will not.
+        """Return when every rank has called this; raise the fault of a rank that will not. All return, or none.
 
-        A collective of torch.distributed would wait until its timeout instead.
+        A collective of torch.distributed would wait until its timeout instead. what: a name that no other meeting has;
+        a rank that was interrupted may come again.
         """
         self._met.clear()
-        self._called, deadline = what, time.monotonic() + self.timeout
+        self._came, self._called = False, what
         self._wake.set()
-        while not (self._met.wait(self._pause / 10) or self.failed.is_set() or time.monotonic() > deadline):
-            if not self._talker.is_alive():  # the store's host has ended
-                break
-        self._called = None
-        self.check()
+        try:
+            while not self._met.wait(self._pause / 10):
+                if not self._talker.is_alive() or (self.fault is not None and self.fault.failed is None):
+                    break  # it has not told that this rank came; or it may hang, and nobody goes back
+        finally:
+            self._called = None
+        if not self._came and self.failed.wait(self.timeout):  # the fault is known, or the lookout will find it
+            raise self._error()
 
-    def fail(self, rank: int, what: str) -> BaseException:
+    def fail(self, rank: int, what: str, failed: Failed | None = None) -> BaseException:
         """Tell all ranks that `rank` is at fault; return the error to raise, which is that of the first fault."""
-        self._accuse(rank, what)
+        self._accuse(rank, what, failed)
         if not self.failed.wait(self.timeout):
-            self._settle(rank, self._sentence(rank, what))
+            self._settle(Fault(rank, self._sentence(rank, what), failed))
         return self._error()
 
     def blame(self, on: int | Sequence[int], what: str, seconds: float) -> BaseException:
@@ -154,25 +181,26 @@ class Health:
         return f"rank {rank} (host {self.facts[rank].host}, process {self.facts[rank].process}): {what}"
 
     def _error(self) -> BaseException:
-        assert self._fault is not None
-        if self.own is not None and self._fault[0] == self.rank:
+        assert self.fault is not None
+        rank, message, failed = self.fault
+        if self.own is not None and rank == self.rank:
             return self.own
-        return RankError(self._fault[1], self._fault[0])
+        return RankError(message, rank, failed and failed.operation)
 
-    def _accuse(self, rank: int, what: str) -> None:
+    def _accuse(self, rank: int, what: str, failed: Failed | None = None) -> None:
         """Have the talker write a fault."""
         with self._lock:
             if self._accused is None:
-                self._accused = (rank, self._sentence(rank, what))
+                self._accused = Fault(rank, self._sentence(rank, what), failed)
         if not self._lookout.is_alive():
-            self._settle(*self._accused)  # this rank has left, and can tell nobody
+            self._settle(self._accused)  # this rank has left, and can tell nobody
         self._wake.set()
 
-    def _settle(self, rank: int, message: str) -> None:
+    def _settle(self, fault: Fault) -> None:
         """Accept a fault, which comes from the store or, if that does not answer, from this rank's own judgement."""
         with self._lock:
-            if self._fault is None:
-                self._fault = (rank, message)
+            if self.fault is None:
+                self.fault = fault
                 self._deadline = min(self._deadline, time.monotonic() + min(self.timeout, 3.0))
         self.failed.set()
         self._wake.set()
@@ -189,7 +217,7 @@ class Health:
             beat, due, over = 0, 0.0, False
             while not (over and self._all_over()):
                 begun = time.monotonic()
-                accused = self._fault or self._accused  # a fault settled here is written when the store answers again
+                accused = self.fault or self._accused  # a fault settled here is written when the store answers again
                 if accused:
                     store.compare_set("fault", "", json.dumps(accused))
                 over = self._done()
@@ -199,6 +227,8 @@ class Health:
                 if not over or self.rank == self._host:
                     self._read(*store.multi_get(names))  # and so this rank's beat has arrived
                 self._asked, self._heard = begun, time.monotonic()
+                if self.failed.is_set() and (what := self._called):
+                    self._decide(store, what, "no")
                 if self._leaving or not self.failed.is_set():
                     self._call(store, time.monotonic() + self._beat / 2)
             self._at_exit.cancel()
@@ -211,12 +241,18 @@ class Health:
         while (what := self._called) and time.monotonic() < until and not (self._leaving or self._accused):
             store.set(f"{what} {self.rank}", "")
             if store.check([f"{what} {rank}" for rank in self.ranks]):
-                self._called = None
-                self._met.set()
+                self._decide(store, what, "yes")
             else:
-                time.sleep(self._pause / 10)
+                time.sleep(min(self._pause / 10, 0.002))
         self._wake.wait(max(0.0, until - time.monotonic()))
         self._wake.clear()
+
+    def _decide(self, store: dist.Store, what: str, word: str) -> None:
+        """Decide whether all ranks came to a meeting; the first rank that says a word decides it for all."""
+        came = store.compare_set(f"{what} decided", "", word) == b"yes"
+        if self._called == what:
+            self._came, self._called = came, None
+            self._met.set()
 
     def _status(self, beat: int = 0, over: bool = False) -> Heartbeat:
         return self.activity.status()._replace(beat=beat, pushed=self.pushed, left=self._leaving, over=over)
@@ -228,7 +264,7 @@ class Health:
                 if status.beat != self._statuses[rank].beat:
                     self._statuses[rank], self._changed[rank] = status, time.monotonic()
         if fault:
-            self._settle(*json.loads(fault))
+            self._settle(Fault.load(fault))
 
     def _done(self) -> bool:
         """Whether this process needs the store no more: a fault is known, or all have left with their messages."""
@@ -256,11 +292,12 @@ class Health:
                 else:
                     self._judge(now)
             except Exception as error:
-                self._settle(self.rank, self._sentence(self.rank, f"its thread that judges ranks failed: {error!r}"))
+                what = f"its thread that judges ranks failed: {error!r}"
+                self._settle(Fault(self.rank, self._sentence(self.rank, what)))
             looked = now
             time.sleep(self._pause)
         if self._accused:
-            self._settle(*self._accused)  # the talker may have ended before it could write it
+            self._settle(self._accused)  # the talker may have ended before it could write it
 
     def _judge(self, now: float) -> None:
         verdict = self._missing(now) or self._silent(now) or self._stuck(now)
@@ -269,9 +306,9 @@ class Health:
             if verdict:
                 self._accuse(*verdict)
         elif verdict:  # the store does not answer
-            self._settle(verdict[0], self._sentence(*verdict))
+            self._settle(Fault(verdict[0], self._sentence(*verdict)))
         elif self._accused and self._statuses[self._host].over:
-            self._settle(*self._accused)
+            self._settle(self._accused)
 
     def _missing(self, now: float) -> tuple[int, str] | None:
         """Return a rank of this host whose process has ended without a message, and the fault, if there is one."""

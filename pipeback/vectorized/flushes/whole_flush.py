@@ -81,7 +81,7 @@ class WholeFlush:
         if self._held[0] != count:
             self._held = count, flying(schedule, worker.count)
         held: Any = worker.residence.forward([(s, first) for s in worker.stages])  # an older version, for all of them
-        self._begun = Begun(mbs, {stage.index: h.version for h in held for stage in h.team.stages})
+        self._begun = Begun(mbs, {stage.index: h.version for h in held for stage in h.stages})
         try:
             for some in self._passes(mbs):
                 left, value = self._forth(some)

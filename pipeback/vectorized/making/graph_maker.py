@@ -20,7 +20,7 @@ from pipeback.vectorized.making.fastest_way import Tried, Way, ways
 from pipeback.vectorized.making.resized import Otherwise
 from pipeback.vectorized.making.shared_graphs import SharedGraphs
 from pipeback.vectorized.making.sizes import Sizes
-from pipeback.vectorized.making.timing import backward_of, channels_last, flush_gain, gain, seconds, trial
+from pipeback.vectorized.making.timing import called, channels_last, flush_gain, gain, seconds, trial
 from pipeback.vectorized.making.verify import captured, examples, resized_alike, verified
 from pipeback.vectorized.steps.rows import Rows
 from pipeback.vectorized.tracing.capture import Unfit
@@ -176,8 +176,8 @@ class GraphMaker:
         change = channels_last if found.way.last else Tensor.detach
         # each on weights of its own, which are not in the cache when its turn comes
         written = found.rings.written
-        back = backward_of(written, len(every[-1]), trained)
-        apart = [trial(written, mine, trained, kind, device, rows=1, change=change, backward=back) for mine in every]
+        calls = called(written, len(every[-1]), trained)
+        apart = [trial(written, mine, trained, kind, device, rows=1, change=change, calls=calls) for mine in every]
         together = trial(waiting.written, self.rows.weights, trained, kind, device, rows=n)
         times = seconds([lambda: [call() for call in apart], together], device)
         return times[0] * by < times[1]

@@ -22,19 +22,23 @@ from pipeback.vectorized.tracing.product_gradients import accumulating
 
 REPEATS = 7
 MANY = 8  # micro-batches one after the other, of which the time of more is known
-Backward = tuple[Graph, Graph]  # B, and what it needs of the weights alone
+Called = tuple[Graph, Graph, Graph]  # F, B, and what B needs of the weights alone, as ticks call them
 
 
 def seconds(calls: Sequence[Callable[[], Any]], device: torch.device, repeats: int = REPEATS) -> list[float]:
-    """Return how long each of the calls takes at least; they take turns. Other load on the machine only adds time."""
+    """Return how long each of the calls takes at least; they take turns.
+
+    Other load on the machine only adds time. Where all is done by this thread, that is not even counted.
+    """
+    clock = time.thread_time if device.type == "cpu" and torch.get_num_threads() == 1 else time.perf_counter
     times: list[list[float]] = [[] for _ in calls]
     for _ in range(repeats + 1):
         for call, found in zip(calls, times, strict=True):
-            begin = time.perf_counter()
+            begin = clock()
             call()
             if device.type != "cpu":
                 torch.accelerator.synchronize(device)
-            found.append(time.perf_counter() - begin)
+            found.append(clock() - begin)
     return [min(found[1:]) for found in times]
 
 
@@ -86,22 +90,23 @@ def flush_gain(stage: Stage, graphs: Graphs, xs: Sequence[Tensor], device: torch
     return times[0] * n / len(each) / times[1]
 
 
-def backward_of(graphs: Graphs, weights: int, trained: Sequence[int], *, steps: bool = True) -> Backward:
-    """Return B, which adds gradients to velocities if there are `steps`, and what it needs of the weights alone."""
-    return direct(accumulating(graphs, weights, trained) if steps else graphs.backward), direct(graphs.made)
+def called(graphs: Graphs, weights: int, trained: Sequence[int], *, steps: bool = True) -> Called:
+    """Return F, B, which adds gradients to velocities if there are `steps`, and what it needs of the weights alone."""
+    backward = accumulating(graphs, weights, trained) if steps else graphs.backward
+    return direct(graphs.forward), direct(backward), direct(graphs.made)
 
 
 def trial(
     graphs: Graphs, weights: Sequence[Tensor], trained: Sequence[int], kind: Kind, device: torch.device, *, rows: int,
-    change: Callable[[Tensor], Tensor] = Tensor.detach, steps: bool = True, backward: Backward | None = None,
+    change: Callable[[Tensor], Tensor] = Tensor.detach, steps: bool = True, calls: Called | None = None,
 ) -> Callable[[], Any]:  # fmt: skip
     """Return a call of F and B for all rows. change: lays a tensor in memory.
 
     steps: with a step of momentum SGD, of weights that are copied before, where the gradients are added to velocities.
-    backward: that of `backward_of`, where many trials have the same.
+    calls: those of `called`, where many trials have the same.
     """
     xs, mine = [change(x) for x in examples(kind, rows, device)], [change(w) for w in weights]
-    back, made = backward or backward_of(graphs, len(mine), trained, steps=steps)
+    forward, back, made = calls or called(graphs, len(mine), trained, steps=steps)
     own = tuple[Any, ...]()
     stepped, velocities = list[Tensor](), list[Tensor]()
     if steps:
@@ -113,7 +118,7 @@ def trial(
 
     def call() -> None:
         with torch.no_grad():
-            saved = graphs.forward(*mine, *xs)[graphs.outputs :]
+            saved = forward(*mine, *xs)[graphs.outputs :]
             kept = [t.clone() for t in saved] if rows > 1 else saved  # as into rings
             back(*kept, *made(*mine), *gs, *own)
             if stepped:

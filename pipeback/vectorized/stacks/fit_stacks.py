@@ -25,6 +25,9 @@ ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # with fewer than SPARSE ticks per micro-batc
 # the same where a tick is one function: a small stack gains little, and its gain is measured roughly. A single stage
 # takes work from the event loop, which the gain of F and B does not count
 WHOLE, SINGLE = 1.05, 1.0
+# a method's own update is one call for all rows, too, and not one per stage and weight: that is more than F and B may
+# lose as one
+OWN = 0.7
 CLEARLY = 1.05  # by how much a way of running stages has to be faster than the other to be taken instead of it
 
 Reasons = dict[str, str]  # what is told of stacks, by their names
@@ -201,7 +204,8 @@ def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tupl
     ticks = 1.0 if leap else calls(asked.method.schedule, asked.stages, stack)
     times = stack.gain(steps=leap) / (ticks + asked.waits)
     full = shaper.turns == 1 and ticks < SPARSE
-    enough = (SINGLE if stack.alone else WHOLE) if leap else ALL if full else SOME
+    several = OWN if steps_rows(asked.method) else WHOLE
+    enough = (SINGLE if stack.alone else several) if leap else ALL if full else SOME
     as_one = "as a graph" if stack.alone else "as one"
     if torch.are_deterministic_algorithms_enabled() and asked.vectorize == "auto":  # times must not change bits
         return leap, as_one if leap else f"stage by stage: {as_one} pays seldom with {asked.method!r}, and is not timed"

@@ -60,7 +60,7 @@ class AskedSteps:
             group = StageGroup(stages, worker.delays)
         else:
             group = self._groups[first.index] = self._groups.get(first.index) or StageGroup(stages, worker.delays)
-        state = worker.method.advanced(first.state, updates)
+        state = worker.method.advanced(group.state, updates)
         found = [
             worker.method.correction(group.when(0, options, worker.start, worker.base, 0), state)
             for options in ([fore, back] if any(map(is_not, fore, back)) else [back])

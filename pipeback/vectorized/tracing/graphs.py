@@ -7,11 +7,27 @@ from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from pipeback.vectorized.tracing.graph_shapes import shape_of
 
 Graph = Callable[..., Any]  # the forward of a GraphModule; calling the module itself costs an operation more
 aten = torch.ops.aten
+
+
+def safe_softmax(x: Tensor, dim: int, dtype: torch.dtype | None = None) -> Tensor:
+    """Return the softmax along a dimension, and 0 where all of x is −∞, as in attention that sees nothing.
+
+    torch's operation looks for such places in all of x, which on a CPU takes four times as long as the softmax. But the
+    softmax itself is NaN there.
+    """
+    if x.is_cpu and x.shape[dim]:
+        found = torch.softmax(x, dim, dtype=dtype)
+        if not found.select(dim, 0).isnan().any():
+            return found
+    safe: Tensor = aten._safe_softmax.default(x, dim, dtype)
+    return safe
+
 
 # torch's own bindings of operators, which cost half as much per call, since they do not look up the schema
 BINDINGS: dict[Any, Callable[..., Any]] = {
@@ -22,6 +38,7 @@ BINDINGS: dict[Any, Callable[..., Any]] = {
     aten.select.int: torch.select, aten.relu.default: torch.relu, aten.tanh.default: torch.tanh,
     aten.sigmoid.default: torch.sigmoid, aten.exp.default: torch.exp, aten.clone.default: torch.clone,
     aten.sum.dim_IntList: torch.sum, aten.native_layer_norm.default: torch.native_layer_norm,
+    aten._safe_softmax.default: safe_softmax,
 }  # fmt: skip
 ADDED = {aten.bmm.default: "baddbmm_", aten.mm.default: "addmm_"}  # what adds a product of matrices to a tensor
 # "reshape", not "view": tensors saved by F come back contiguous, with other strides than in the trace

@@ -17,6 +17,7 @@ from pipeback.vectorized.tracing.graphs import Graphs
 from pipeback.vectorized.tracing.simplified_graph import simplified
 
 aten = torch.ops.aten
+SAME = (aten.detach.default, aten.alias.default)
 
 
 def split(
@@ -59,8 +60,10 @@ def _root(backward: fx.GraphModule, root: fx.Node, given: Sequence[fx.Node]) -> 
 
 
 def _own(output: fx.Node) -> fx.Node:
-    """Return the node of which an output is a copy that only kept it from being an input: nobody writes into either."""
-    while output.target is aten.clone.default and not output.kwargs:
+    """Return the node of which an output is a copy that only kept it from being an input, since nobody writes into
+    either; or the same tensor by another name.
+    """
+    while (output.target is aten.clone.default and not output.kwargs) or output.target in SAME:
         output = output.args[0]  # type: ignore[assignment]
     return output
 

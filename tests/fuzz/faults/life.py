@@ -118,6 +118,11 @@ def _() -> None:
             pipeline(layers(), store=f"disk:{folder}").close()
 
 
+FAULTS["an interrupt before the first update: the replicas of an optimizer that counts drift apart"] = Program(
+    stages=1, method="sgd", optimizer="counting", options={"replicas": 2}, calls=(("interrupt",), ("push", 2))
+)
+
+
 @fault("a pipeline with activations in host memory that is dropped in flight stays")
 def _() -> None:
     pipe = pipeline(layers(), activations="host")

@@ -231,8 +231,12 @@ SEARCHED: dict[str, Revert] = {
     "a child of fork() is not refused": revert(
         "streaming/fork_guard", ("    if os.getpid() != process:", "    if False:"), runtime={"workers": 2}, call="fork"
     ),
-    "a child of fork() keeps the lock": revert(
-        "streaming/fork_guard", ("        store.unlocked()", "        pass"), runtime={"store": "disk"}, call="reopen"
+    "a child of fork() keeps the lock": Revert(
+        {
+            "streaming/fork_guard": (("        store.unlocked()", "        pass"),),
+            "streaming/disk_store": (("            fcntl.flock(self._lock, fcntl.LOCK_UN)", "            pass"),),
+        },
+        {"runtime": {"store": "disk"}, "call": "reopen"},
     ),
     "an interrupt has no words": revert(
         "pipeline/closed_message",

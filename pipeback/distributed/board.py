@@ -1,0 +1,89 @@
+"""Board: a part of a store that every process reaches, on which the ranks of a pipeline write that they have come.
+
+They do so when they build the pipeline and, if one of them has failed, when they go back to a state that they keep.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+
+import torch.distributed as dist
+
+from pipeback.distributed.health.heartbeat import RankIdentity
+from pipeback.errors import RankError
+
+REFUSED = "refused"  # the key that says which rank does not come, and why
+ALL = b"all have come"
+
+
+class Board:
+    """The board of these global ranks, as `rank` sees it.
+
+    known: the facts of all ranks, if these go back. Then either all of them come, or each is told who did not.
+    """
+
+    def __init__(
+        self, store: dist.Store, rank: int, everyone: Sequence[int], known: Mapping[int, RankIdentity] | None = None
+    ) -> None:
+        self._store, self._rank, self._everyone, self._known = store, rank, everyone, known
+
+    def set(self, name: str, text: str) -> None:
+        self._store.set(name, text)
+
+    def get(self, name: str) -> str:
+        """Return a text; waits until it is there."""
+        return self._store.get(name).decode()
+
+    def all(self, what: str, mine: str, seconds: float) -> dict[int, bytes]:
+        """Write a text, and return those of all ranks.
+
+        Raises RuntimeError naming ranks that have written none, and RankError at once if one will write none.
+        """
+        board = self._store
+        board.set(f"{what} {self._rank}", mine)
+        names, deadline = {rank: f"{what} {rank}" for rank in self._everyone}, time.monotonic() + seconds
+        with suppress(RuntimeError):
+            while not board.check(list(names.values())) and time.monotonic() < deadline:
+                if board.check([REFUSED]) or self._gone():
+                    break
+                time.sleep(0.01)
+        missing = [rank for rank, name in names.items() if not board.check([name])]
+        if self._known is not None:
+            word = board.compare_set(
+                f"{what} decided", "", self._absence(missing, seconds) if missing else ALL.decode()
+            )
+            if word != ALL:
+                rank, told = json.loads(word)
+                raise RankError(told, rank)
+        if missing and board.check([REFUSED]):
+            refused, why = json.loads(board.get(REFUSED))
+            raise RankError(f"rank {refused} does not come to build the pipeline: {why}", refused)
+        if missing:
+            raise RuntimeError(
+                f"{_ranks(missing)} did not come to build the pipeline within {seconds:g} s; every rank must call "
+                "Pipeline(...), as often as the others (workers=pipeback.Processes(timeout=...) is the time they have)"
+            )
+        return {rank: board.get(name) for rank, name in names.items()}
+
+    def _gone(self) -> list[int]:
+        """The ranks that have ended since one of them failed."""
+        known = self._known or {}
+        return [rank for rank in known if rank != self._rank and known[rank].gone(known[self._rank].place)]
+
+    def _absence(self, missing: Sequence[int], seconds: float) -> str:
+        """What all ranks are told if some do not come to go back."""
+        gone = [rank for rank in self._gone() if rank in missing]
+        rank = (gone or missing)[0]
+        why = (
+            "its process has ended (killed by a signal, out of memory?)" if gone else
+            f"it has made no call of the pipeline for {seconds:g} s (workers=pipeback.Processes(timeout=...) is the "
+            "time that ranks have)"
+        )  # fmt: skip
+        return json.dumps((rank, f"rank {rank} did not come to go back to the last state after an error: {why}"))
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else "ranks " + ", ".join(map(str, ranks))
