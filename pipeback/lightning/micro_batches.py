@@ -86,14 +86,14 @@ class Log:
 
 
 def mean(values: list[Any], sizes: list[int]) -> Any:
-    """The mean of the values, weighted by samples."""
+    """The mean of the values, weighted by samples, in float32 at least."""
     if len(values) == 1:
         return values[0]
     tensors = [value if isinstance(value, Tensor) else torch.tensor(float(value)) for value in values]
-    total = sum(sizes)
+    tensors = [t if t.dtype == torch.float64 else t.float() for t in tensors]
+    total, first = sum(sizes), tensors[0]
     weights = [size / total for size in sizes]
-    first = tensors[0]
     if not first.dim() and all(t.shape == first.shape and t.device == first.device for t in tensors):
-        each = torch.stack([tensor.float() for tensor in tensors])  # in one piece: there may be many
-        return (each * torch.tensor(weights, device=first.device)).sum()
-    return sum(weight * tensor.float() for weight, tensor in zip(weights, tensors, strict=True))
+        each = torch.stack(tensors)  # in one piece: there may be many
+        return (each * torch.tensor(weights, dtype=each.dtype, device=first.device)).sum()
+    return sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True))

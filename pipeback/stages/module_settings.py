@@ -31,7 +31,11 @@ class Settings:
         self._homes: list[dict[str, Any]] = [home for home, _, _ in found]
         self._keys = [key for _, key, _ in found]
         self._values = [value for _, _, value in found]
-        self._own = [home for home in every if which == "all" and "forward" not in home]
+        # an attribute that is set anew may hide one of the class
+        self._known: list[tuple[dict[str, Any], frozenset[str], str]] = (
+            [] if which == "modes" else [(home, frozenset(home), which) for home in every]
+        )
+        self._every, self._sizes = every, [len(home) for home in every]
 
     @classmethod
     def joined(cls, several: Iterable[Settings]) -> Settings:
@@ -41,16 +45,18 @@ class Settings:
             whole._homes += each._homes
             whole._keys += each._keys
             whole._values += each._values
-            whole._own += each._own
+            whole._known += each._known
+            whole._every += each._every
+            whole._sizes += each._sizes
         return whole
 
     def changed(self) -> bool:
-        """Whether one of the attributes has changed or is gone."""
+        """Whether one of the attributes has changed or is gone, or there is another one."""
         try:
             other = list(map(getitem, self._homes, self._keys)) != self._values
         except KeyError:
             return True
-        return other or any("forward" in home for home in self._own)
+        return other or (list(map(len, self._every)) != self._sizes and any(True for _ in self._new()))
 
     @property
     def values(self) -> list[Any]:
@@ -64,13 +70,16 @@ class Settings:
         return other
 
     def put(self) -> None:
-        """Set the attributes to the values that were read."""
+        """Set the attributes to the values that were read, and remove those that have come since."""
+        for home, key in list(self._new()):
+            del home[key]
         for home, key, value in zip(self._homes, self._keys, self._values, strict=True):
             home[key] = value
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """A context within which the attributes have the values that were read."""
+        new = [(home, key, home.pop(key)) for home, key in list(self._new())]
         every = zip(self._homes, self._keys, self._values, strict=True)
         odd = [(home, key, value, home[key]) for home, key, value in every if home.get(key, value) != value]
         for home, key, value, _ in odd:
@@ -78,14 +87,20 @@ class Settings:
         try:
             yield
         finally:
-            for home, key, _, now in odd:
+            for home, key, now in (*((home, key, now) for home, key, _, now in odd), *new):
                 home[key] = now
 
     def odd(self) -> Iterator[tuple[dict[str, Any], str]]:
-        """Yield the attributes that have changed: the dict of a module's attributes, and the name."""
+        """Yield the attributes that have changed or come: the dict of a module's attributes, and the name."""
+        yield from self._new()
         for home, key, value in zip(self._homes, self._keys, self._values, strict=True):
             if home.get(key, value) != value:
                 yield home, key
+
+    def _new(self) -> Iterator[tuple[dict[str, Any], str]]:
+        for home, keys, which in self._known:
+            if len(home) != len(keys):
+                yield from ((home, key) for key in home.keys() - keys if _is(which, key, home[key]))
 
 
 def _is(which: str, key: str, value: Any) -> bool:

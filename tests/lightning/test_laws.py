@@ -311,3 +311,11 @@ def test_batches_of_tokenizers_are_cut():
     assert (samples, rest) == (3, 2) and isinstance(one, Encoding)
     assert one.x.tolist() == [0, 1, 2] and two.x.tolist() == [3, 4]
     assert two["names"] == ["d", "e"] and two["kind"] == "k"
+
+
+def test_the_mean_of_what_is_logged_has_the_bits_of_float64():
+    values = [torch.tensor(1 / 3, dtype=torch.float64), torch.tensor(1 / 7, dtype=torch.float64)]
+    assert micro_batches.mean(values, [1, 3]).item() == pytest.approx(1 / 12 + 3 / 28, rel=1e-15)
+    assert micro_batches.mean([v.bfloat16() for v in values], [1, 3]).dtype == torch.float32
+    rows = [v.expand(2) for v in values]
+    assert micro_batches.mean(rows, [1, 3]).tolist() == pytest.approx([1 / 12 + 3 / 28] * 2, rel=1e-15)

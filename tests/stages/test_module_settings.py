@@ -123,3 +123,50 @@ def test_a_push_looks_at_the_settings_of_all_stages_in_one_pass(monkeypatch):
             pipe.push(*pairs[-1])
         looks.append(len(seen))
     assert looks[0] == looks[1]
+
+
+class Scaled(nn.Module):
+    scale = 1.0
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        return torch.tanh(self.scale * self.linear(x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {}, {"workers": 2}, {"replicas": 2}, {"activations": "recompute", "method": "pipedream"},
+        {"vectorize": True}, {"vectorize": True, "method": "gpipe"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_number_of_the_class_that_an_instance_hides(options):
+    """What was traced, or copied to a replica, has the number of the class."""
+    options = {"method": "pb", **options}
+    found = []
+    for how in ({}, options):
+        layers = [Scaled() for _ in range(4)]
+        how = {**how, "replicas": options.get("replicas")}
+        method = options["method"]
+        pipe = pipeline(layers, method, **{k: v for k, v in how.items() if k != "method"})
+        for n, (x, y) in enumerate(data(16, samples=2)):
+            if n == 8:
+                pipe.wait()
+                for layer in layers:
+                    layer.scale = 2.0
+            pipe.push(x, y)
+        pipe.drain()
+        found.append(weights(pipe))
+        settings = Settings(pipe.model.modules())
+        assert not settings.changed()
+        layers[0].other = 3.0
+        assert settings.changed()
+        settings.put()
+        assert not settings.changed() and not hasattr(layers[0], "other") and layers[0].scale == 2.0
+        pipe.close()
+    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-5)
