@@ -89,3 +89,22 @@ def decayed(params):
     many, few = [p for p in params if p.dim() > 1], [p for p in params if p.dim() < 2]
     groups = [{"params": few, "lr": 0.003}, {"params": many, "weight_decay": 0.1}]
     return torch.optim.AdamW([group for group in groups if group["params"]], lr=0.01, weight_decay=0.0)
+
+
+class Doubled(nn.Module):
+    def forward(self, x):
+        return x, 2 * x
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, pair):
+        return self.linear(pair[0]), pair[1]
+
+
+class Summed(nn.Module):
+    def forward(self, pair):
+        return pair[0] + pair[1]

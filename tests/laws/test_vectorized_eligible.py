@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 import pipeback
 from pipeback import methods
 from pipeback.vectorized.stacks.stack import Stack
-from tests.laws.as_one import LEAP, S, doubles, model, pipelines, pushed, same, trained
+from tests.laws.as_one import LEAP, Doubled, Pair, S, Summed, doubles, model, pipelines, pushed, same, trained
 from tests.laws.cases import CASES, OPTIMIZERS, network, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -23,25 +23,6 @@ class Scaled(nn.Module):
 
     def forward(self, x):
         return self.by * self.linear(x)
-
-
-class Doubled(nn.Module):
-    def forward(self, x):
-        return x, 2 * x
-
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, pair):
-        return self.linear(pair[0]), pair[1]
-
-
-class Summed(nn.Module):
-    def forward(self, pair):
-        return pair[0] + pair[1]
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy, mse_loss
 import pipeback
 from pipeback import methods
 from tests.helpers.choice import mostly_rare
-from tests.laws.as_one import FLUSH, S, Twice, block, doubles, model, pipelines, pushed, same
+from tests.laws.as_one import FLUSH, Doubled, Pair, S, Summed, Twice, block, doubles, model, pipelines, pushed, same
 from tests.laws.cases import CASES, OPTIMIZERS, everything, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -45,23 +45,31 @@ def test_options(case, optimizer, options, flushed):
     assert sum(flushed) > 20
 
 
+def saved_and_loaded(pair, count, at, saved):
+    """A state after `at` of `count` micro-batches, of the event loop or (`saved`) of whole flushes, goes on in these.
+
+    pair: makes a pipeline of each.
+    """
+    x, y = (torch.cat(some) for some in zip(*doubles(count), strict=True))
+    whole, after = pair()
+    before = list(pair())[saved]
+    for pipe in (whole, before):
+        pipe.push(x[: 3 * at], y[: 3 * at])
+    after.load_state_dict(before.state_dict())
+    for pipe in (whole, after):
+        pipe.push(x[3 * at :], y[3 * at :])
+    same([weights(after)], [weights(whole)])
+    whole.drain()
+    after.drain()
+    same([weights(after)], [weights(whole)])
+
+
 @pytest.mark.parametrize("case", mostly_rare(FLUSH, "gpipe-4", "one_f_one_b-3", "zb_h1-4"))
 @pytest.mark.parametrize("saved", [False, True])
 def test_states_in_flight_go_on(case, saved, flushed):
     """Saved by one and the other, at the end of a flush and amid one."""
-    x, y = (torch.cat(some) for some in zip(*doubles(40), strict=True))
     for at in (24, 30):
-        pipes = list(pipelines(case))
-        whole, before, after = pipes[0], list(pipelines(case))[saved], pipes[1]
-        for pipe in (whole, before):
-            pipe.push(x[: 3 * at], y[: 3 * at])
-        after.load_state_dict(before.state_dict())
-        for pipe in (whole, after):
-            pipe.push(x[3 * at :], y[3 * at :])
-        same([weights(after)], [weights(whole)])
-        whole.drain()
-        after.drain()
-        same([weights(after)], [weights(whole)])
+        saved_and_loaded(lambda: pipelines(case), 40, at, saved)
     assert flushed
 
 
@@ -74,25 +82,6 @@ class Noisy(nn.Module):
 
     def forward(self, x):
         return self.inner(x)
-
-
-class Doubled(nn.Module):
-    def forward(self, x):
-        return x, 2 * x
-
-
-class Pair(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(6, 6)
-
-    def forward(self, pair):
-        return self.linear(pair[0]), pair[1]
-
-
-class Summed(nn.Module):
-    def forward(self, pair):
-        return pair[0] + pair[1]
 
 
 def mixed():
@@ -301,18 +290,7 @@ def test_rates_between_groups(flushed):
 @pytest.mark.parametrize("at", [24, 30, 37])
 @pytest.mark.parametrize("saved", [False, True])
 def test_states_amid_groups_go_on(saved, at, flushed):
-    x, y = (torch.cat(some) for some in zip(*doubles(80), strict=True))
-    pipes = list(pipelines(two_versions()))
-    whole, before, after = pipes[0], list(pipelines(two_versions()))[saved], pipes[1]
-    for pipe in (whole, before):
-        pipe.push(x[: 3 * at], y[: 3 * at])
-    after.load_state_dict(before.state_dict())
-    for pipe in (whole, after):
-        pipe.push(x[3 * at :], y[3 * at :])
-    same([weights(after)], [weights(whole)])
-    whole.drain()
-    after.drain()
-    same([weights(after)], [weights(whole)])
+    saved_and_loaded(lambda: pipelines(two_versions()), 80, at, saved)
     assert flushed
 
 

@@ -29,6 +29,17 @@ def built(at, backward, case="pb", timeout=20.0, **options):
     return made(case, at, backward, workers=pipeback.Processes(timeout=timeout), **options)
 
 
+def without(bad, pushes, at, backward):
+    """All that a pipeline of two threads holds in the end to which one of the pushes never came."""
+    plain = made("pb", at, backward, every=None, workers=2)
+    for n, push in enumerate(pushes):
+        if n != bad:
+            plain.push(*push)
+    found = everything(plain)
+    plain.close()
+    return found
+
+
 def behind(rank, slow):
     """One rank stands still before push 3, while the other has a bad push 5; what each was told, in which call."""
     pipe = built(0 if slow else 4, False, every=8)
@@ -49,12 +60,7 @@ def behind(rank, slow):
 
 
 def test_a_rank_that_is_behind_is_told_when_it_pushes_what_was_left_out(crew):
-    plain = made("pb", 0, False, every=None, workers=2)
-    for n, push in enumerate(data(COUNT, 8)):
-        if n != 5:
-            plain.push(*push)
-    wanted = everything(plain)
-    plain.close()
+    wanted = without(5, data(COUNT, 8), 0, False)
     (ahead, one, counted), (late, other, again) = crew.ranks(2).run(behind, 1, each=range(2))
     assert late == [(5, (5,), True)]
     assert [pushes for _, pushes, _ in ahead] == [(5,)] and ahead[0][0] >= 5
@@ -147,12 +153,7 @@ def of_another_form(rank):
 
 
 def test_a_push_that_fails_in_its_rehearsal(crew):
-    plain = made("pb", 3, False, every=None, workers=2)
-    for n, push in enumerate(data(12, 8)):
-        if n != 6:
-            plain.push(*push)
-    wanted = everything(plain)
-    plain.close()
+    wanted = without(6, data(12, 8), 3, False)
     for told, state in crew.ranks(2).run(of_another_form, each=range(2)):
         assert [(pushes, mb) for _, pushes, mb in told] == [((6,), 6)]
         assert torch.equal(state, wanted)
@@ -320,12 +321,7 @@ def written(rank):
 
 
 def test_what_cannot_be_taken_back_closes_all_ranks(crew):
-    plain = made("pb", 0, True, every=None, workers=2)
-    for n, push in enumerate(data(16, 8)):
-        if n != 7:
-            plain.push(*push)
-    wanted = everything(plain)
-    plain.close()
+    wanted = without(7, data(16, 8), 0, True)
     for closed, told, found in crew.ranks(2).run(written, each=range(2)):
         assert re.search(r"load_state_dict\(\) reopens it.*take_back did not help.*call drain\(\) before", closed), (
             closed
