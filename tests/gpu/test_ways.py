@@ -1,0 +1,71 @@
+"""On a GPU, the trainings that tests/simulated compares bit for bit with the CPU on a simulated accelerator.
+
+A GPU sums in another order. So in float64 its numbers are those of the CPU to 1e-9, and in float32 every way to train
+there has the bits of its event loop.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tests.simulated import runs
+from tests.simulated.test_simulated import LATER, METHODS, WAYS
+
+GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
+pytestmark = pytest.mark.skipif(GPUS < 1, reason="needs a GPU")
+CASES = dict(METHODS) | LATER
+OTHER = "cuda:1" if GPUS > 1 else "cpu"  # the second device
+NAMES = {"sim:0": "cuda:0", "sim:1": OTHER}
+# ways that change what is computed, where it is computed, or when it is drawn
+CHANGED = ("where", "resumed", "drained", "half", "sparsity", "optimizer", "unused")
+
+
+def run(case: str, where: list[str] | None = None, **options: Any) -> dict[str, torch.Tensor]:
+    options = {"optimizer": CASES[case]} | options
+    for one in ("beside", "streams"):
+        options.pop(one, None)
+    if "resumed" in options:
+        options["resumed"] = NAMES.get(options["resumed"], options["resumed"])
+    return runs.train([NAMES.get(name, name) for name in where or ["sim:0"]], case, **options)
+
+
+def chosen(way: str) -> list[str]:
+    """One of the methods for each way, in turn, and none that the way excludes."""
+    if "adagrad" in way:
+        return ["pb"]
+    some = ["pb", "one_f_one_b-3"] if way == "fetched for nobody" else list(CASES)
+    return [some[list(WAYS).index(way) % len(some)], *(["pb"] if "pb" in some else [])]
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if "masters" not in way])
+def test_the_numbers_of_the_cpu(way):
+    for case in dict.fromkeys(chosen(way)):
+        if case == "eigendelay":
+            continue  # any basis of a null space is as good as another
+        options: dict[str, Any] = WAYS[way] | {"draws": False, "double": True}
+        wanted = runs.train(["cpu"], case, **{"optimizer": CASES[case]} | plainly(options))
+        found = run(case, **options)
+        assert found.keys() == wanted.keys()
+        for name, tensor in wanted.items():
+            torch.testing.assert_close(found[name], tensor, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def plainly(options: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in options.items() if name not in ("where", "resumed", "beside", "streams")}
+
+
+@pytest.mark.parametrize("way", [way for way in WAYS if way and not any(word in WAYS[way] for word in CHANGED)])
+def test_the_bits_of_the_event_loop(way):
+    for case in dict.fromkeys(chosen(way)):
+        wanted, found = run(case), run(case, **WAYS[way])
+        odd = [name for name in wanted if not torch.equal(found[name], wanted[name])]
+        assert found.keys() == wanted.keys() and not odd, f"{case}: {odd}"
+
+
+@pytest.mark.parametrize("options", [{"workers": 2}, {"store": ["host", 1]}, {"activations": "host"}], ids=str)
+def test_masters(options):
+    wanted, found = (run("pb", half=True, masters=True, **some) for some in ({}, options))
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
