@@ -1,6 +1,6 @@
 """Times training on one GPU over the plain PyTorch loop there: calls one by one, and whole ticks as CUDA graphs.
 
-The plain loop is also captured as one CUDA graph per update, of forward, backward and step, which is the best it can do.
+The plain loop is also captured as one CUDA graph per update (forward, backward, step), which is the best it can do.
 Contenders take turns; a turn ends when the device has done its work. A second table trains a larger network
 whose weights wait in host memory, over the same network with its weights on the GPU.
 
