@@ -63,11 +63,14 @@ def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
         return values, as_yaml(values)
 
     kept = []
+    read: dict[str, Any] = {}  # the data of every choice of options, since files take seconds
     for label in labels:
         try:
             for varied in options:
                 values, _ = compose(label, varied, config["seed"])
-                data = build.data(values["data"], values["batch_size"], values["seed"])
+                given = values["data"], values["batch_size"], values["seed"]
+                if (data := read.get(str(given))) is None:
+                    data = read[str(given)] = build.data(*given)
                 task_of(values, data, trainer_of({**values, "logger": {}, "callbacks": {}})[0])
         except ValueError as error:
             if every and label != "sgd":  # sgd runs with any optimizer, so its error is one of the config
