@@ -5,6 +5,7 @@ An example of hypothesis has no time limit, which a busy machine would exceed.
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,17 @@ def quick_collections() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", help="where tests make what they name no device for: cuda, or sim for a simulated one")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if name := config.getoption("--device"):
+        from tests.helpers.default_device import use
+
+        use(name, Path(os.environ.get("TORCH_EXTENSIONS_DIR") or config.rootpath / ".pytest_cache" / "simulated"))
 
 
 def pytest_unconfigure() -> None:
