@@ -380,8 +380,8 @@ class Order:
             else:
                 s = richest(ready, self._near, self._run) if self.policy == "streaming" else ready[0]
             self._last = s
-            assert (head := self._heads[s]) is not None  # it is ready
-            yield Wave(head.kind, [self._take(s, head)])
+            if (head := self._heads[s]) is not None:  # it is ready
+                yield Wave(head.kind, [self._take(s, head)])
 
     def _run(self, s: int) -> int:
         """How many operations stage s could do in a row now."""
