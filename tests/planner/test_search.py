@@ -36,7 +36,7 @@ def test_options_are_ranked_by_the_days_to_the_target(found):
 
 def test_no_option_is_better_than_the_best():
     """Every candidate simulated, against the few that the search simulates."""
-    for methods in ("one_f_one_b", "zb_h1", "pipedream_2bw", "interleaved"):
+    for methods in ("one_f_one_b", "zb_h1", "pipedream_2bw", "interleaved", "looped_bfs", "zb_v"):
         asking = question(SMALL, tokens=1e9, methods=methods)
         job = asking.job(devices("8xA100"))
         every = [one for one in candidates(job, asking.techniques, asking.fixed) if one.fits]

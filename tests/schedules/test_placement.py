@@ -92,22 +92,30 @@ def test_published_bubbles(row):
 
 
 @pytest.mark.parametrize("case", range(6))
-def test_the_planner_has_the_same_order_and_times(case):
+@pytest.mark.parametrize("name", [*PROGRAMS, "zb_v"])
+def test_the_planner_has_the_same_order_and_times(name, case):
     """With fractions: the times are equal, not close. The planner does all updates of a worker as one."""
     workers, chunks, m = [(1, 2, 3), (2, 2, 4), (3, 2, 9), (4, 3, 8), (4, 2, 16), (2, 5, 6)][case]
-    asked, stages = routine("interleaved", workers, m, chunks=chunks), workers * chunks
-    placed = Placed(interleaved(m), loop(workers, chunks))
+    chunks = 2 if name == "zb_v" else chunks
+    asked, stages = routine(name, workers, m, chunks=chunks), workers * chunks
+    placed = Placed(PROGRAMS[name](m), loop(workers, chunks)) if name in PROGRAMS else None
+    placed = placed or Placed(zb_v(m), place("v", workers, range(stages)))
     for worker in range(workers):
         both = [
             [(s, op) for s, op in some if op.kind != "U"] for some in (asked.program(worker), placed.until(worker, m))
         ]
         assert both[0] == both[1]
     if workers > 1:
-        t = drawn(f"place {case}", stages, alike=True)[0]._replace(update=0, back=Fraction(1, 3), forth=Fraction(1, 3))
+        t = drawn(f"place {name} {case}", stages, alike=True)[0]._replace(
+            update=0, back=Fraction(1, 3), forth=Fraction(1, 3)
+        )
         found = simulate(asked, [t] * stages, slots=True)
         costs = {"F": t.forward, "B": t.input_gradient + t.weight_gradient, "U": t.update}
-        slots = timeline(placed, stages, m, costs, message=t.back)
-        assert sorted(s for s in found.slots if s.op.kind != "U") == sorted(s for s in slots if s.op.kind != "U")
+        costs |= {"I": t.input_gradient, "W": t.weight_gradient}
+        slots = [s for s in timeline(placed, stages, m, costs, message=t.back) if s.op.kind != "U"]
+        assert sorted(s for s in found.slots if s.op.kind != "U") == sorted(slots)
+        ends = [max(s.end for s in slots if placed.placement.owner[s.stage] == w) for w in range(workers)]
+        assert simulate(asked, [t] * stages).ends == ends
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 7])
