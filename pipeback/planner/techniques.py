@@ -59,9 +59,13 @@ class Technique:
         """The stages of a worker."""
         return held(self.order, workers, chunks, worker)
 
+    def worker(self, stage: int, workers: int) -> int:
+        """The worker of a stage."""
+        return holder(self.order, workers, stage)
+
     def apart(self, stage: int, workers: int) -> bool:
         """Whether a stage is on another worker than the stage after it."""
-        return holder(self.order, workers, stage) != holder(self.order, workers, stage + 1)
+        return self.worker(stage, workers) != self.worker(stage + 1, workers)
 
     def delays(self, stages: int) -> list[int]:
         """D of every stage: its updates between F and B of a micro-batch."""
