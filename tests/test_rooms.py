@@ -41,7 +41,7 @@ ALONE = {  # what a room may import of pipeback, where that is less than all tha
         "byte_sizes",
     },
     "vectorized": {"counts", "runtime", "stages", "methods", "splitting", "schedules", "tensors", "errors", "private"},
-    "tensor_parallel": {"runtime", "stages", "schedules", "private"},
+    "tensor_parallel": {"runtime", "stages", "optim", "schedules", "private"},
     "distributed": {
         "streaming", "tensor_parallel", "runtime", "stages", "methods", "sparsities", "splitting", "schedules",
         "tensors", "weights", "counts", "errors", "private",

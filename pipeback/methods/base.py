@@ -256,8 +256,8 @@ class Method:
 
 
 def overrides(method: Method, hook: str) -> bool:
-    """Whether the method changes this hook; one that it leaves alone need not be called."""
-    return getattr(type(method), hook) is not getattr(Method, hook)
+    """Whether the method changes this hook, or was given one of its own; else it need not be called."""
+    return hook in vars(method) or getattr(type(method), hook) is not getattr(Method, hook)
 
 
 # options that methods were given later, at the values that change nothing: earlier states do not have them

@@ -133,11 +133,11 @@ def _methods(job: Job, techniques: Sequence[Technique], fixed: Fixed, base: Opti
             continue
         if "device" not in fixed.stores or (technique.slack == 0 and technique.flows):
             continue
-        chunks = (
-            [v for v in CHUNKS if not job.model.blocks % (v * base.pipeline)]
-            if technique.order == "interleaved"
-            else [1]
-        )
+        chunks = [1]
+        if technique.order in ("interleaved", "looped_bfs"):
+            chunks = [v for v in CHUNKS if not job.model.blocks % (v * base.pipeline)]
+        elif technique.order == "zb_v":
+            chunks = [2] if 2 * base.pipeline <= job.model.blocks else []
         for v, m in product(chunks, _micro_batches(job, fixed, mine)):
             if technique.order != "interleaved" or not m % base.pipeline:
                 yield replace(mine, chunks=v, micro_batches=m)

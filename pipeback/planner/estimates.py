@@ -15,6 +15,7 @@ from pipeback.planner.marks import marks
 from pipeback.planner.memory import MARGIN, NAMES, Footprint, footprint
 from pipeback.planner.models import Model
 from pipeback.planner.options import Option
+from pipeback.planner.placed_routines import PlacedRoutine
 from pipeback.planner.precisions import Precision
 from pipeback.planner.routines import Routine
 from pipeback.planner.simulation import simulate
@@ -147,7 +148,7 @@ class Estimate(NamedTuple):
         return marks(self)
 
     @property
-    def routine(self) -> Routine:
+    def routine(self) -> Routine | PlacedRoutine:
         """Of one update, or of enough micro-batches to see a pipeline that is never drained."""
         technique, option = self.option.technique, self.option
         many = option.micro_batches if not technique.flows else max(option.micro_batches, 4 * option.pipeline)

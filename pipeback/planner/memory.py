@@ -80,7 +80,7 @@ def _piped(option: Option, loads: Sequence[StageLoad], precision: Precision, wor
     share = 1 if option.shard == "none" else option.data
     found = []
     for w in workers:
-        mine = loads[w::p]
+        mine = [loads[s] for s in technique.mine(w, p, option.chunks)]
         parameters = sum(load.parameters for load in mine)
         flying = routine.in_flight(w) + AFTER_I * routine.unfinished(w)
         found.append(

@@ -59,6 +59,8 @@ class Option:
                 f"data={self.data} × pipeline={self.pipeline} × tensor={self.tensor} are {self.devices} devices, "
                 f"more than the {cluster.count} there are; give devices={self.devices}x{cluster.device.name}"
             )
+        if self.technique.order == "zb_v" and self.chunks != 2 and self.pipeline > 1:
+            raise ValueError(f"{self.technique.name} has two stages per worker, not {self.chunks}; give chunks=2")
         check_stages(self.stages, model, self.chunks)
         check_tensor(self.tensor, model)
         for name, value, known in (

@@ -16,7 +16,8 @@ each as far as its micro-batch exists. So a few numbers say the whole order::
     interleaved  2      (v − 1)p         (v + 1)p − 1 − 2w, of chunks  Narayanan et al., arXiv 2104.04473, 2.2
 
 M micro-batches are a flush; forwards beyond it do not exist. Each worker holds one stage; interleaved, it holds v, its
-chunks: stage k is on worker k mod p, and rounds count the operations of all chunks, in groups of p micro-batches.
+chunks: stage k is on worker k mod p, and rounds count the operations of all chunks, in groups of p micro-batches. What
+workers of several stages do in another order is in `placed_routines`.
 """
 
 from __future__ import annotations
@@ -25,11 +26,12 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
+from pipeback.planner.placed_routines import PLACED, PlacedRoutine
 from pipeback.schedules.ops import Op, Schedule, until
 from pipeback.schedules.split import rounds
 from pipeback.schedules.worker_programs import interleaved_lead, interleaved_turn
 
-NAMES = ("fill_drain", "one_f_one_b", "flowing", "zb_h1", "zb_h2", "interleaved")
+NAMES = ("fill_drain", "one_f_one_b", "flowing", "zb_h1", "zb_h2", "interleaved", *PLACED)
 
 
 class Routine(NamedTuple):
@@ -95,8 +97,10 @@ class Routine(NamedTuple):
             yield worker if kind == "U" else stage, Op(kind, mb)
 
 
-def routine(name: str, workers: int, micro_batches: int, *, chunks: int = 2, slack: int = 2, every: int = 1) -> Routine:
-    """The routine of this name. chunks: of interleaved. slack, every: of flowing.
+def routine(
+    name: str, workers: int, micro_batches: int, *, chunks: int = 2, slack: int = 2, every: int = 1
+) -> Routine | PlacedRoutine:
+    """The routine of this name. chunks: of interleaved and looped_bfs; zb_v has two. slack, every: of flowing.
 
     Raises ValueError for a name or a number that there cannot be.
     """
@@ -109,8 +113,8 @@ def routine(name: str, workers: int, micro_batches: int, *, chunks: int = 2, sla
         return Routine(workers, micro_batches, slack=1)
     if name == "flowing":
         return Routine(workers, micro_batches, slack=slack, every=every)
-    if name in ("zb_h1", "zb_h2"):
-        return Routine(workers, micro_batches, slack=1 if name == "zb_h1" else 2, split=True)
+    if name in ("zb_h1", "zb_h2") or (name == "zb_v" and workers == chunks == 1):
+        return Routine(workers, micro_batches, slack=2 if name == "zb_h2" else 1, split=True)
     if name == "interleaved":
         if micro_batches % workers:
             raise ValueError(
@@ -119,6 +123,8 @@ def routine(name: str, workers: int, micro_batches: int, *, chunks: int = 2, sla
             )
         slack, groups = interleaved_lead(chunks)
         return Routine(workers, micro_batches, slack, lead=groups * workers, chunks=chunks)
+    if name in PLACED:
+        return PlacedRoutine(name, workers, micro_batches, 2 if name == "zb_v" else chunks)
     raise ValueError(f"there is no routine {name!r}; there are {', '.join(NAMES)}")
 
 

@@ -3,8 +3,9 @@
 A worker does its operations in the order of its routine, one at a time. An operation begins once the worker is free and
 its input has come: a forward F waits for the F of the stage before and for the message from there, a backward (B, or I,
 the gradient of the input) for that of the stage behind, and an update U, with several replicas, for all of them.
-`sweeps` and `interleaved` do the operations, and `steady` leaps over those that would be alike. Times may be numbers of
-any kind: with fractions, all results are exact.
+`sweeps` and `interleaved` do the operations, and `steady` leaps over those that would be alike; `placed_simulation`
+does the routines that workers of several stages have of their own. Times may be numbers of any kind: with fractions,
+all results are exact.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Sequence
 from typing import NamedTuple, cast
 
 from pipeback.planner.interleaved import InterleavedSweeps
+from pipeback.planner.placed_routines import PlacedRoutine
+from pipeback.planner.placed_simulation import PlacedTimes
 from pipeback.planner.routines import Routine
 from pipeback.planner.steady import Steadiness
 from pipeback.planner.sweeps import StageTimes, Sweeps
@@ -46,7 +49,7 @@ Times = StageTimes | Sequence[StageTimes] | Sequence[Sequence[StageTimes]]
 UNIT = StageTimes()  # F and B take one unit of time each, all else none
 
 
-def simulate(routine: Routine, times: Times = UNIT, *, slots: bool = False) -> Simulated:
+def simulate(routine: Routine | PlacedRoutine, times: Times = UNIT, *, slots: bool = False) -> Simulated:
     """Run a routine.
 
     times: of every stage; or one entry per stage; or, for replicas that differ, one such list per replica.
@@ -57,6 +60,8 @@ def simulate(routine: Routine, times: Times = UNIT, *, slots: bool = False) -> S
     >>> found.seconds, round(found.bubble, 4)
     (22, 0.2727)
     """
+    if isinstance(routine, PlacedRoutine):
+        return _placed(routine, _per_replica(times, routine.stages), slots=slots)
     kind = Sweeps if routine.chunks == 1 else InterleavedSweeps
     pipes = [kind(routine, each, slots and not n) for n, each in enumerate(_per_replica(times, routine.stages))]
     steady = Steadiness(pipes)
@@ -75,6 +80,18 @@ def simulate(routine: Routine, times: Times = UNIT, *, slots: bool = False) -> S
     found = sorted(pipes[0].slots or (), key=lambda slot: slot.start)
     seconds = max(slowest.free) - min(slowest.begins)
     return Simulated(seconds, slowest.begins, slowest.free, slowest.busy(), steady.seconds, found)
+
+
+def _placed(routine: PlacedRoutine, times: Sequence[Sequence[StageTimes]], *, slots: bool) -> Simulated:
+    """The updates of a flush come last, and those of a worker begin together in all replicas."""
+    pipes = [PlacedTimes(routine, each, slots and not n) for n, each in enumerate(times)]
+    start = [max(pipe.free[w] for pipe in pipes) for w in range(routine.workers)]
+    for pipe in pipes:
+        pipe.update(start)
+    slowest = max(pipes, key=lambda pipe: max(pipe.free))
+    found = sorted(pipes[0].slots or (), key=lambda slot: slot.start)
+    seconds = max(slowest.free) - min(slowest.begins)
+    return Simulated(seconds, slowest.begins, slowest.free, slowest.busy(), slowest.steady, found)
 
 
 def _together(pipes: Sequence[Sweeps | InterleavedSweeps], workers: Sequence[int]) -> None:

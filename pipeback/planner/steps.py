@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pipeback.planner.costs import WORD, Costs
 from pipeback.planner.lanes import Visit, stream
 from pipeback.planner.models import Model
 from pipeback.planner.options import Option
+from pipeback.planner.placed_routines import PlacedRoutine
 from pipeback.planner.precisions import Precision
 from pipeback.planner.routines import Routine
 from pipeback.planner.simulation import simulate
@@ -49,11 +50,11 @@ def least(option: Option, loads: Sequence[StageLoad], model: Model, costs: Costs
     some = times(option, loads, costs)
     p, m = option.pipeline, option.micro_batches
     if option.technique.flows:
-        return max(sum(_busy(t, m) for t in some[w::p]) for w in range(p))
+        return max(sum(_busy(t, m) for t in _of(option, some, w)) for w in range(p))
     late = option.technique.order.startswith("zb")  # W may come when the backward has passed
     down = up = longest = 0.0
     for w in range(p):
-        mine = some[w::p]
+        mine = _of(option, some, w)
         busy = sum(_busy(t, m) for t in mine)
         waited = sum(t.update + (m * t.weight_gradient if late else 0.0) for t in mine)
         longest = max(longest, down + busy, down + busy - waited + up + (some[0].update if w else waited))
@@ -70,8 +71,8 @@ def _piped(option: Option, loads: Sequence[StageLoad], costs: Costs) -> StepTime
         seconds, busiest = flowing(routine, tuple(some)) * m, max(range(len(some)), key=lambda n: _busy(some[n], m))
     else:
         seconds = _flush(technique.routine(option.pipeline, m, option.chunks), tuple(some))
-        busiest = max(range(option.pipeline), key=lambda w: sum(_busy(t, m) for t in some[w :: option.pipeline]))
-    mine, spent = loads[busiest :: option.pipeline], some[busiest :: option.pipeline]
+        busiest = max(range(option.pipeline), key=lambda w: sum(_busy(t, m) for t in _of(option, some, w)))
+    mine, spent = _of(option, loads, busiest), _of(option, some, busiest)
     update = sum(t.update for t in spent)
     reducing = sum(costs.gradients(WORD * load.parameters, option.data, option.tensor) for load in mine)
     again = m * sum(load.seconds.recomputed for load in mine)
@@ -89,17 +90,22 @@ def _piped(option: Option, loads: Sequence[StageLoad], costs: Costs) -> StepTime
     )
 
 
+def _of(option: Option, by_stage: Sequence[Any], worker: int) -> list[Any]:
+    """What the stages of a worker have."""
+    return [by_stage[s] for s in option.technique.mine(worker, option.pipeline, option.chunks)]
+
+
 def _busy(some: StageTimes, m: int) -> float:
     return float(m * (some.forward + some.input_gradient + some.weight_gradient) + some.update)
 
 
 @lru_cache(maxsize=4096)
-def _flush(routine: Routine, some: tuple[StageTimes, ...]) -> float:
+def _flush(routine: Routine | PlacedRoutine, some: tuple[StageTimes, ...]) -> float:
     return float(simulate(routine, some).seconds)
 
 
 @lru_cache(maxsize=4096)
-def flowing(routine: Routine, some: tuple[StageTimes, ...]) -> float:
+def flowing(routine: Routine | PlacedRoutine, some: tuple[StageTimes, ...]) -> float:
     """Seconds per micro-batch of a pipeline that is never drained.
 
     Where workers are nearly as fast as each other, a queue fills for longer than anybody looks: then the mean counts.

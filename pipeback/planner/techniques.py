@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pipeback.planner import catalogue
+from pipeback.planner.placed_routines import PlacedRoutine, held, holder
 from pipeback.planner.routines import Routine, routine
 
 
@@ -49,10 +50,22 @@ class Technique:
         """Whether every micro-batch is an update of its own."""
         return self.flows and not self.group
 
-    def routine(self, workers: int, micro_batches: int, chunks: int = 1) -> Routine:
+    def routine(self, workers: int, micro_batches: int, chunks: int = 1) -> Routine | PlacedRoutine:
         """What workers do for M micro-batches."""
         every = micro_batches if self.group else 1
         return routine(self.order, workers, micro_batches, chunks=chunks, slack=self.slack, every=every)
+
+    def mine(self, worker: int, workers: int, chunks: int = 1) -> list[int]:
+        """The stages of a worker."""
+        return held(self.order, workers, chunks, worker)
+
+    def worker(self, stage: int, workers: int) -> int:
+        """The worker of a stage."""
+        return holder(self.order, workers, stage)
+
+    def apart(self, stage: int, workers: int) -> bool:
+        """Whether a stage is on another worker than the stage after it."""
+        return self.worker(stage, workers) != self.worker(stage + 1, workers)
 
     def delays(self, stages: int) -> list[int]:
         """D of every stage: its updates between F and B of a micro-batch."""

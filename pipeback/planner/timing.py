@@ -70,11 +70,11 @@ def repeated(layer: Layer, tensor: int, recompute: str) -> float:
 
 def times(option: Option, some: Sequence[StageLoad], costs: Costs) -> list[StageTimes]:
     """What the simulation takes. A worker waits for its messages; U has what replicas exchange, and the step."""
-    found = []
+    found, apart = [], option.technique.apart
     share = option.data if option.shard == "optimizer" else 1
     for n, load in enumerate(some):
-        come = some[n - 1].message if n else 0.0
-        back = load.message if n < len(some) - 1 else 0.0
+        come = some[n - 1].message if n and apart(n - 1, option.pipeline) else 0.0
+        back = load.message if n < len(some) - 1 and apart(n, option.pipeline) else 0.0
         one = load.seconds
         exchanged = costs.gradients(WORD * load.parameters, option.data, option.tensor)
         found.append(

@@ -18,7 +18,7 @@ from pipeback.runtime.undo import Dropped, Mark
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order, Wave
-from pipeback.schedules.placement import Placement
+from pipeback.schedules.placement import Placement, unwaited
 from pipeback.schedules.programs import fill_drain, flush
 from pipeback.schedules.split import splits, whole
 from pipeback.stages.flight import Value
@@ -308,7 +308,7 @@ class Loop:
             return schedule
         if at_once and self.method.by_worker:
             return fill_drain(flush(schedule))
-        return schedule if self.placement is None else self.method.placed(schedule, self.placement)
+        return schedule if (at := self.placement) is None else unwaited(self.method.placed(schedule, at), at)
 
     def _of_method(self, start: int, pushed: int) -> Schedule:
         """Return the method's schedule, with whole backwards where the worker cannot split them."""

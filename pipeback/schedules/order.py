@@ -65,7 +65,7 @@ class Order:
         """Begin `schedule` anew at the next micro-batch that arrives; the pipeline must be empty."""
         n = self.stages
         self.start = self.arrived  # the programs count micro-batches from here
-        self._back: Kind = "I" if splits(schedule) else "B"  # what another stage waits for
+        self._back: Kind = "I" if splits(schedule, n) else "B"  # what another stage waits for
         self._flow = (in_flushes(schedule) if self.policy == "skewed" else None) or rounded(schedule)
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
@@ -207,6 +207,8 @@ class Order:
                 "and an update names the last micro-batch gone backward"
             )
         done[s] = i + 1
+        if kind == "B":
+            self.finished[s] = i + 1
         self._heads[s] = next(self._programs[s], None)
         self._fetched[s] += kind != "W"
         return s, i + self.start
@@ -378,9 +380,8 @@ class Order:
             else:
                 s = richest(ready, self._near, self._run) if self.policy == "streaming" else ready[0]
             self._last = s
-            head = self._heads[s]
-            assert head is not None  # it is ready
-            yield Wave(head.kind, [self._take(s, head)])
+            if (head := self._heads[s]) is not None:  # it is ready
+                yield Wave(head.kind, [self._take(s, head)])
 
     def _run(self, s: int) -> int:
         """How many operations stage s could do in a row now."""
@@ -391,8 +392,7 @@ class Order:
         return program.run(head, forwards, backwards, FAR)
 
     def _rest(self, s: int, program: Iterator[Op]) -> Iterator[Op]:
-        head = self._heads[s]
-        if head is not None:
+        if (head := self._heads[s]) is not None:
             yield head
         yield from program
 

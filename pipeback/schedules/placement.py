@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, NamedTuple
 
-from pipeback.schedules.ops import Op
+from pipeback.schedules.ops import Op, Schedule
 
 Kind = Literal["neighbours", "loop", "v"]
 KINDS: tuple[Kind, ...] = ("neighbours", "loop", "v")
@@ -89,3 +90,41 @@ class Placed:
                     return
             elif op.mb < n:
                 yield s, op
+
+
+def unwaited(schedule: Schedule, placement: Placement) -> Schedule:
+    """The same schedule, with whole backwards in the first part where the gradient of the weights follows at once.
+
+    No other worker waits for what I gives there, and to split a backward costs some time: B then does what I and W do.
+    """
+    if isinstance(schedule, Placed):
+        return Placed(partial(_first_chunk_whole, schedule.program), schedule.placement)
+    return partial(_first_part_whole, schedule, placement.parts[0])
+
+
+def _first_part_whole(schedule: Schedule, part: range, stage: int, stages: int) -> Iterator[Op]:
+    program = schedule(stage, stages)
+    return (op for _, op in _joined((0, op) for op in program)) if stage in part else program
+
+
+def _first_chunk_whole(program: WorkerProgram, worker: int, workers: int, chunks: int) -> Iterator[tuple[int, Op]]:
+    mine = program(worker, workers, chunks)
+    return mine if worker else _joined(mine)
+
+
+def _joined(program: Iterator[tuple[int, Op]]) -> Iterator[tuple[int, Op]]:
+    """The program of a worker, with B in the place of I and W of its first chunk where W is the next operation."""
+    kept: tuple[int, Op] | None = None
+    for chunk, op in program:
+        if kept is not None:
+            both = (chunk, op) == (0, Op("W", kept[1].mb))
+            yield (0, Op("B", op.mb)) if both else kept
+            kept = None
+            if both:
+                continue
+        if (chunk, op.kind) == (0, "I"):
+            kept = chunk, op
+        else:
+            yield chunk, op
+    if kept is not None:
+        yield kept

@@ -115,11 +115,11 @@ class Late:
                 yield Op("U", i - self.late)
 
 
-def splits(schedule: Schedule) -> bool:
-    """Whether the backwards of a schedule are split."""
+def splits(schedule: Schedule, stages: int = 1) -> bool:
+    """Whether the backwards of a schedule are split; those of the last of so many stages are, if any is."""
     if isinstance(schedule, Flowing):
         return False
-    return next(op.kind for op in schedule(0, 1) if op.kind in "BI") == "I"
+    return next(op.kind for op in schedule(stages - 1, stages) if op.kind in "BI") == "I"
 
 
 def after(program: Iterator[Op], skipped: int) -> tuple[Op, int]:

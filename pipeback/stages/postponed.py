@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeback.private import identity, listened, registered
 from pipeback.stages.flight import Flight
+from pipeback.stages.graph_cuts import Forms
 
 
 class WeightPass(NamedTuple):
@@ -37,6 +38,7 @@ class SplitBackward:
     once. bytes: what one of them holds beside its graph, at most.
     late: whether the weights may be updated between I and W. Then W must not read them, and what I does of it must not
     be in the sums before W.
+    forms: where the graphs of this stage were cut.
     """
 
     def __init__(self) -> None:
@@ -44,6 +46,7 @@ class SplitBackward:
         self.peak = self.bytes = 0
         self.late = False
         self.why = ""
+        self.forms = Forms()
         self._heard: tuple[int, str | None] = (-1, None)
 
     def begin(self, late: bool) -> None:

@@ -15,25 +15,15 @@ A graph is kept whole from F to W. Where it cannot be split, I does what B does,
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
-from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeback.private import gradient_hooks, run_backward
 from pipeback.stages.flight import Flight, Value
 from pipeback.stages.gradients import Gradients, differentiate, identities, own
+from pipeback.stages.graph_cuts import Cuts, cut_again
 from pipeback.stages.postponed import Postponed, SplitBackward, WeightPass
-
-
-class Cuts(NamedTuple):
-    """Where a graph is cut."""
-
-    edges: Sequence[GradientEdge]  # at which I keeps gradients
-    levels: Sequence[int]  # of each: how many cuts at most lie before it
-    params: dict[int, list[Tensor]]  # those that W reaches from the cuts of a level
-    roots: Sequence[int]  # the outputs from which no way leads to the input
 
 
 def of_input(stage: Any, mb: int, grad: Value, number: float = 1.0) -> Value:
@@ -49,7 +39,7 @@ def of_input(stage: Any, mb: int, grad: Value, number: float = 1.0) -> Value:
         return flight.upstream()
     cuts: Cuts | str = ""  # no other stage waits for the first one
     if leaves:
-        cuts = split.kept_whole(stage, flight) or cut(roots, leaves, stage.params, late=split.late)
+        cuts = split.kept_whole(stage, flight) or cut_again(split.forms, roots, leaves, stage.params, late=split.late)
     if isinstance(cuts, str):
         split.why = cuts
         if split.late:
@@ -150,98 +140,3 @@ def _run(part: WeightPass, *, accumulate: bool) -> Any:
         tuple(part.edges), tuple(part.seeds), False, False, tuple(part.params), allow_unreachable=True,
         accumulate_grad=accumulate,
     )  # fmt: skip
-
-
-_INPUT, _WEIGHTS = 1, 2  # what a way leads to
-# where an update may come before W: nodes whose gradients of weights do not depend on weights, and views of weights
-_BY_INPUT = (
-    "Add", "AddmmBackward", "Bmm", "Baddbmm", "Cat", "Convolution", "CudnnBatchNorm", "CudnnConvolution", "Embedding",
-    "Linear", "MkldnnLinear", "Mm", "Mul", "NativeBatchNorm", "NativeGroupNorm", "NativeLayerNorm", "Stack", "Sub",
-    "UnsafeView",
-)  # fmt: skip
-_VIEWS = (
-    "AccumulateGrad", "Alias", "AsStrided", "Clone", "Expand", "Permute", "ReshapeAlias", "Select", "Slice", "Split",
-    "Squeeze", "TBackward", "ToCopy", "Transpose", "Unbind", "UnsafeView", "Unsqueeze", "View",
-)  # fmt: skip
-_FUSED = "MkldnnRnn", "CudnnRnn", "MiopenRnn", "ThnnFused"  # nodes that compute the gradients of both in one kernel
-
-
-def cut(roots: Sequence[Any], leaves: Sequence[Tensor], params: Sequence[Tensor], *, late: bool = False) -> Cuts | str:
-    """Where to cut the graph between these outputs and leaves, the inputs; or what keeps it whole, in words.
-
-    late: whether the weights may be others at W.
-    """
-    starts = [y if isinstance(y, GradientEdge) else get_gradient_edge(y) for y in roots]
-    given, own_ones = {id(leaf) for leaf in leaves}, {id(p) for p in params}
-    nexts: dict[Any, list[Any]] = {}
-    ways: dict[Any, int] = {}  # of every node; a node stands behind those that it leads to
-    outputs: dict[Any, set[int]] = {}
-    for edge in starts:
-        outputs.setdefault(edge.node, set()).add(edge.output_nr)
-    todo = [edge.node for edge in starts]
-    while todo:
-        node = todo[-1]
-        if node in ways:
-            todo.pop()
-            continue
-        if node not in nexts:
-            name = type(node).__name__
-            if isinstance(node, FunctionCtx) or "CppNode" in name:
-                return f"{name.removesuffix('Backward')} is an autograd function of its own"
-            if name.startswith(_FUSED):
-                return f"{name.removesuffix('Backward0')} computes both at once"
-            there = nexts[node] = [edge for edge in node.next_functions if edge[0] is not None]
-            for after, nr in there:
-                outputs.setdefault(after, set()).add(nr)
-            new = [after for after, _ in there if after not in ways]
-            if new:
-                todo += new
-                continue
-        todo.pop()
-        way = 0
-        for after, _ in nexts[node]:
-            way |= ways[after]
-        if not nexts[node] and (leaf := getattr(node, "variable", None)) is not None:
-            if id(leaf) not in given and id(leaf) not in own_ones:
-                return "something that is no weight needs a gradient"
-            way = _INPUT if id(leaf) in given else _WEIGHTS
-        ways[node] = way
-    cuts = _levels(starts, nexts, ways, outputs)
-    if late and not isinstance(cuts, str):
-        at = {edge.node for edge in cuts.edges}
-        asked = [(node, _BY_INPUT) for node in at] + [(node, _VIEWS) for node, way in ways.items() if way == _WEIGHTS]
-        for node, known in asked:
-            if not (name := type(node).__name__).startswith(known):
-                return f"{name.removesuffix('Backward0')} may need the weights again, and these are updated before"
-    return cuts
-
-
-def _levels(
-    starts: Sequence[GradientEdge], nexts: dict[Any, list[Any]], ways: dict[Any, int], outputs: dict[Any, set[int]]
-) -> Cuts | str:
-    cuts = Cuts([], [], {}, [n for n, edge in enumerate(starts) if ways[edge.node] == _WEIGHTS])
-    depth: dict[Any, int] = {}  # of nodes on the way to the input: cuts before them
-    # of nodes that lead to weights alone: the depth of the cut that leads to them
-    level: dict[Any, int] = {starts[n].node: 0 for n in cuts.roots}
-    for node, way in reversed(ways.items()):
-        if way & _INPUT:
-            here = depth.get(node, 0)
-            beside = [after for after, _ in nexts[node] if ways[after] == _WEIGHTS]
-            deeper = here + bool(beside)
-            for after, _ in nexts[node]:
-                if ways[after] & _INPUT and depth.get(after, 0) < deeper:
-                    depth[after] = deeper
-            if beside:
-                some = [GradientEdge(node, nr, None) for nr in sorted(outputs[node])]
-                cuts.edges.extend(some)  # type: ignore[attr-defined]
-                cuts.levels.extend([here] * len(some))  # type: ignore[attr-defined]
-        elif way == _WEIGHTS:
-            here = level[node]
-            beside = [after for after, _ in nexts[node] if ways[after] == _WEIGHTS]
-            if not nexts[node]:
-                cuts.params.setdefault(here, []).append(node.variable)
-        else:
-            continue
-        if any(level.setdefault(after, here) != here for after in beside):
-            return "a weight is used again on what was computed with it"
-    return cuts

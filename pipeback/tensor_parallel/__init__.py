@@ -1,6 +1,6 @@
 """Tensor-parallel stages: the ranks of a mesh dimension hold shards of a stage's weights and compute it together.
 
-Floor 5. It may import runtime, stages and schedules.
+Floor 5. It may import runtime, stages, optim and schedules.
 """
 
 from pipeback.tensor_parallel.experts import ExpertLoad

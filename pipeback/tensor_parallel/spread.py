@@ -19,7 +19,7 @@ from pipeback.tensor_parallel.cuts import Cut
 from pipeback.tensor_parallel.group import TensorGroup
 from pipeback.tensor_parallel.plans import ByColumns, Experts, Local, Plan, Style, styles
 from pipeback.tensor_parallel.sharding import Sharding
-from pipeback.tensor_parallel.whole_updates import WholeUpdates
+from pipeback.tensor_parallel.whole_updates import LOOKING, WholeUpdates
 
 
 class _Changed(NamedTuple):
@@ -92,15 +92,17 @@ class Spread:
         module.__class__ = kind
 
     def stages(self, stages: Sequence[Stage], method: Any) -> Any:
-        """Tell the stages of their shards; return the method as they run it: one that looks at whole weights sees them.
+        """Tell the stages of their shards; return the method as they run it: one that looks at whole weights sees them,
+        and so do optimizers that are known to look at them.
 
-        Raises ValueError for an optimizer that looks at whole weights.
+        Raises ValueError for another optimizer that may look at whole weights.
         """
-        updates = None if method.elementwise else WholeUpdates(method, self.group)
+        looking = any(type(stage.optimizer) in LOOKING for stage in stages)
+        updates = WholeUpdates(method, self.group) if looking or not method.elementwise else None
         for stage in stages:
             routed = any(isinstance(module, experts.SpreadExperts) for module in stage.module.modules())
             sharding = Sharding(list(stage.module.named_parameters()), self.cuts, self.group, routed)
-            if sharding.cuts and not separable(stage.optimizer):
+            if sharding.cuts and not separable(stage.optimizer) and type(stage.optimizer) not in LOOKING:
                 raise ValueError(
                     f"tensor_parallel: {type(stage.optimizer).__name__} of {stage.label} may look at whole matrices, "
                     "but every rank has a shard of them; use one of torch.optim's elementwise ones, such as SGD or "

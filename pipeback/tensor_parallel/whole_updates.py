@@ -1,10 +1,10 @@
-"""Whole updates: a method that looks at whole weights updates them whole, on every rank alike.
+"""Whole updates: a method or an optimizer that looks at whole weights updates them whole, on every rank alike.
 
     w, g, m = the shards of all ranks side by side      U: w, m ← update(w, g, m)      each rank keeps its shard
 
 The tensors keep their objects, and have other memory meanwhile, so that optimizer and state know them as before.
-Tensors of the method's state that have the shape of a weight are cut as the weight is; others, such as a basis, are
-whole on every rank. It takes memory for one worker's whole weights, and the time of an update that is not cut.
+Tensors of their state that have the shape of a weight are cut as the weight is; others, such as a basis, are whole on
+every rank. It takes memory for one worker's whole weights, and the time of an update that is not cut.
 """
 
 from __future__ import annotations
@@ -17,14 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.optim import MuonAdamW, RotatedAdamW
 from pipeback.stages.stage import Stage
 from pipeback.tensor_parallel.cuts import Cut
 from pipeback.tensor_parallel.group import TensorGroup
 from pipeback.tensor_parallel.sharding import Sharding
 
+# optimizers that look at whole weights, and the names in their state that every rank has whole
+LOOKING: dict[type[torch.optim.Optimizer], tuple[str, ...]] = {
+    torch.optim.Muon: (),
+    torch.optim.Adafactor: ("row_var", "col_var"),
+    MuonAdamW: (),
+    RotatedAdamW: ("left", "right", "left_covariance", "right_covariance"),
+}
+
 
 class WholeUpdates:
-    """The updates of a method that looks at whole weights.
+    """The updates of a method that looks at whole weights, or whose optimizers do.
 
     seeing: a copy of the method, whose update sees them.
     """
@@ -39,9 +48,12 @@ class WholeUpdates:
 
     def begin(self, stage: Stage, sharding: Sharding) -> None:
         """Give a stage the method's state for whole weights; before the first micro-batch."""
-        for w, name in zip(stage.weights, sharding.trained, strict=True):
+        for n, (w, name) in enumerate(zip(stage.weights, sharding.trained, strict=True)):
             if name in sharding.cuts:
                 self._cuts[id(w)], self._notes[id(w)] = sharding.cuts[name], sharding.keep_whole
+                for key in LOOKING.get(type(stage.optimizer), ()):
+                    sharding.keep_whole(f"optimizer/{n}/{key}")
+                    self._alike.add((id(w), f"optimizer/{key}"))
         with torch.no_grad():
             stage.put_state(self._init(stage.weights))
 
@@ -80,16 +92,21 @@ class WholeUpdates:
         """A context in which a weight, its gradient and the optimizer's state of it are whole."""
         shape, grad = w.shape, w.grad
         given = None if grad is None else self._assembled(grad, cut)
-        known = {k: v for k, v in sorted(state.get(w, {}).items()) if isinstance(v, Tensor) and v.shape == shape}
+        known = {k: v for k, v in self._entries(w, state) if v.shape == shape}
         w.grad = None
         with self._wholes([w, *known.values()], cut):
             w.grad, whole = given, w.shape
             yield
             w.grad = None
-        for tensor in state.get(w, {}).values():
-            if isinstance(tensor, Tensor) and tensor.shape == whole:  # it has been made by this update
+        for _, tensor in self._entries(w, state):
+            if tensor.shape == whole:  # it has been made by this update
                 tensor.data = self._cut(tensor, cut)
         w.grad = grad
+
+    def _entries(self, w: Tensor, state: Any) -> list[tuple[str, Tensor]]:
+        """The tensors of the optimizer's state of a weight, by name, but those that are whole on every rank."""
+        every = sorted((key, value) for key, value in state.get(w, {}).items() if isinstance(value, Tensor))
+        return [(key, value) for key, value in every if (id(w), f"optimizer/{key}") not in self._alike]
 
     @contextmanager
     def _wholes(self, tensors: Iterable[Tensor], cut: Cut) -> Iterator[None]:

@@ -59,7 +59,7 @@ def key(figure: Any, kinds: dict[str, Artist], columns: int) -> None:
 def timeline(one: Estimate, ax: Axes) -> dict[str, Artist]:
     """The beginning of a step of an option's pipeline, a row per worker. Returns what the colours mean."""
     option = one.option
-    slots = [slot._replace(stage=slot.stage % option.pipeline) for slot in one.timeline()]
+    slots = [slot._replace(stage=option.technique.worker(slot.stage, option.pipeline)) for slot in one.timeline()]
     slots = [slot for slot in slots if slot.stage < ROWS]
     mine = sorted(slot.end for slot in slots if slot.stage == 0)
     all_fit = len(mine) <= BOXES

@@ -143,6 +143,11 @@ ROWS = {
         "recompute='some' is unknown to an option, which has none, selective, full; give recompute=none",
         lambda: one(recompute="none"),
     ),
+    "stages of a V": Row(
+        lambda: one(technique=technique("zb_v")),
+        "zb_v has two stages per worker, not 1; give chunks=2",
+        lambda: one(technique=technique("zb_v"), chunks=2),
+    ),
     "streaming through stages": Row(
         lambda: one(store="host"),
         "the planner streams through whole replicas; give stages=1",

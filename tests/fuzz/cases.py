@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
 from tests.laws.equations import ANY, PAIRS, PLAIN, VELOCITY, Pair, create
 from tests.laws.reference import RULES, Array, Moved, Options, Recurrence
+from tests.laws.reference_eigendelay import EigenDelay
 
 
 class Counting(torch.optim.Optimizer):
@@ -102,8 +104,19 @@ METHODS: dict[str, Pair] = {
         lambda stages: create("looped_bfs", chunks=max(1, stages // 3)),
         lambda w, r, **k: Recurrence(w, r, slack=0, every=None, **k),
     ),
+    "zb_v": Pair(lambda _: create("zb_v"), lambda w, r, **k: Recurrence(w, r, slack=0, every=None, **k)),
+    "pb-v": Pair(lambda _: create("pb", placement="v"), PAIRS["pb-2"].reference),
+    # without its bases, which are only defined where covariances have full rank
+    "eigendelay-no-basis": Pair(
+        lambda _: create("eigendelay", sides=0), partial(EigenDelay, slack=2, sides=0), ("adam", "adamw")
+    ),
 }
-EACH_PUSH = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "looped_bfs")  # whose flush is a push
+EACH_PUSH = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "looped_bfs", "zb_v")  # whose flush is a push
+
+
+def most_workers(method: str, stages: int) -> int:
+    """The most workers that a program may have: three, or as many as have their parts of the stages."""
+    return max(1, min(3, stages // METHODS[method].library(stages).chunks))
 
 
 def optimizers(method: str) -> list[str]:

@@ -6,7 +6,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-from .cases import METHODS, OPTIMIZERS, allows, optimizers, stepping
+from .cases import METHODS, OPTIMIZERS, allows, most_workers, optimizers, stepping
 from .models import ALIKE, FOLLOWED, MODELS, RANDOM
 from .odd_options import ODD
 from .pending import PENDING
@@ -37,7 +37,7 @@ def _options(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def _runtime(draw: st.DrawFn, model: str, stages: int, options: dict[str, Any]) -> dict[str, Any]:
+def _runtime(draw: st.DrawFn, model: str, stages: int, options: dict[str, Any], workers: int) -> dict[str, Any]:
     """Options that change no number."""
     if stages > 3 and not options.get("replicas") and draw(st.sampled_from([False] * 8 + [True])):
         return {"vectorize": draw(st.sampled_from([True, "auto"])) if model in ALIKE else "auto"}
@@ -47,7 +47,7 @@ def _runtime(draw: st.DrawFn, model: str, stages: int, options: dict[str, Any]) 
     if found.get("order") == "skewed":  # which is for stages that run as one, and goes with what they go with
         return found if not options.get("replicas") else {}
     if draw(st.booleans()):
-        found["workers"] = draw(st.integers(1, min(3, stages)))
+        found["workers"] = draw(st.integers(1, workers))
     if draw(st.booleans()) and "activations" not in options:
         found["activations"] = "host"
     found |= draw(st.sampled_from([{}, {}, {"store": "host"}, {"masters": True}, {"store": "disk"}]))
@@ -92,7 +92,7 @@ def _neutral(program: dict[str, Any], samples: st.SearchStrategy[int]) -> list[s
         found += [_call("inspect", ["plan", "breakdown"]), _call("bad"), _call("replace", stage), _call("interrupt")]
         found += [_call("foreign")] if program["stages"] > 1 else []  # else none would be trained
     if inside and not {"vectorize", "order"} & set(runtime):
-        found += [_call("move", st.integers(0, min(3, program["stages"])))]
+        found += [_call("move", st.integers(0, most_workers(program["method"], program["stages"])))]
     if not runtime.get("vectorize"):
         found += [_call("inspect", "record")]
     if "store" not in runtime:
@@ -133,6 +133,11 @@ def _methods(optimizer: str | None) -> list[str]:
     return [method for method in METHODS if optimizer is None or optimizer in optimizers(method)]
 
 
+def _models(method: str) -> list[str]:
+    """torch has sparse gradients for few optimizers, which not every method takes."""
+    return [name for name in MODELS if name != "sparse" or {"sgd", "momentum"} & set(optimizers(method))]
+
+
 def programs(call: str = "", **fixed: Any) -> st.SearchStrategy[Program]:
     """Any program that the library claims to train, but those that meet a fault which is known and not yet mended.
 
@@ -147,7 +152,7 @@ def _programs(draw: st.DrawFn, fixed: dict[str, Any], call: str) -> Program:
         return Program(odd=draw(st.sampled_from(ODD)))  # alone, so that nothing else is refused first
     method = fixed.get("method") or draw(st.sampled_from(_methods(fixed.get("optimizer"))))
     found: dict[str, Any] = {
-        "model": fixed.get("model") or draw(st.sampled_from(list(MODELS))),
+        "model": fixed.get("model") or draw(st.sampled_from(_models(method))),
         "stages": draw(st.integers(4 if fixed.get("runtime") else 1, 6)),
         "seed": draw(st.integers(0, 99)),
         "form": fixed.get("form") or draw(st.sampled_from(["sequence", "list", "followed", "counted", "meta"])),
@@ -173,7 +178,9 @@ def _programs(draw: st.DrawFn, fixed: dict[str, Any], call: str) -> Program:
         "activations",
     }
     found["outside"] = plain and draw(st.sampled_from([False] * 6 + [True]))
-    found["runtime"] = {} if found["outside"] else draw(_runtime(found["model"], found["stages"], found["options"]))
+    workers = most_workers(method, found["stages"])
+    others = {} if found["outside"] else draw(_runtime(found["model"], found["stages"], found["options"], workers))
+    found["runtime"] = others
     found |= {name: value for name, value in fixed.items() if name == "runtime"}
     if not found["outside"] and not found["options"].get("replicas"):  # else it is no mean over the samples
         found["loss"] = fixed.get("loss") or draw(often("mse", st.just("sloping"), 5))

@@ -6,9 +6,11 @@ import sys
 
 import pytest
 
+from pipeback import methods
 from tests.helpers.choice import mostly_rare
 from tests.helpers.mutation import LIBRARY
 
+from .cases import METHODS
 from .check import check
 from .faults import FAULTS
 from .named import NAMED, SEARCH
@@ -82,6 +84,12 @@ def test_every_fault_that_was_named_is_found():
         assert row.shown, row.words
         assert SEARCH not in row.shown or row.revert in SEARCHED, row.words
         assert {*row.shown} <= {SEARCH, *FAULTS}, row.words
+
+
+def test_every_method_is_drawn():
+    """A method that is added without a case here would not be searched."""
+    drawn = {type(method.library(4)).__module__.rpartition(".")[2] for method in METHODS.values()}
+    assert set(methods.available()) <= drawn
 
 
 def test_reverts_fit_the_library():

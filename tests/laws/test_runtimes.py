@@ -8,7 +8,7 @@ from torch import nn
 
 import pipeback
 from pipeback import methods
-from pipeback.schedules.placement import Placed
+from pipeback.schedules.placement import Placed, unwaited
 from pipeback.schedules.worker_programs import interleaved, looped_bfs, zb_v
 from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, FEW, STAGES, data, everything, flushes, network, pipeline, placeable
@@ -137,7 +137,8 @@ def test_each_worker_does_its_chunks_in_the_published_order(name, pushed):
     for a, b in zip(x.split(3 * pushed), y.split(3 * pushed), strict=True):
         assert torch.equal(pipe.push(a, b), expected.push(a, b))
     pipe.wait()
-    placed = Placed(programs[name](pushed), pipe._engine.holding.placement())
+    placement = pipe._engine.holding.placement()
+    placed = unwaited(Placed(programs[name](pushed), placement), placement)  # nobody waits for the first part
     for worker, track in enumerate(pipe.recorded.tracks):
         assert [(slot.stage, slot.op) for slot in track.slots] == list(placed.until(worker, 3 * pushed))
     assert torch.equal(everything(pipe), everything(expected))

@@ -271,3 +271,37 @@ def test_the_work_is_divided():
     with Products() as of_weights:
         split_backward.of_weights(stage, 0)
     assert (of_input.count, of_weights.count) == (4, 4)
+
+
+class Alternating(nn.Module):
+    """Its graphs have three forms in turn, one of which cannot be split."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.calls = nn.Linear(8, 8), nn.Linear(8, 8), 0
+
+    def forward(self, x):
+        self.calls += 1
+        if self.calls % 3 == 0:
+            return Scanned.apply(self.first(x))
+        return self.second(torch.tanh(self.first(x))) if self.calls % 3 == 1 else self.first(torch.tanh(self.second(x)))
+
+
+def test_graphs_of_several_forms():
+    """Each is cut where it is to be cut, though a form is searched once."""
+    torch.manual_seed(0)
+    one, other = (
+        Stage(1, 3, Alternating(), "it", methods.create("gpipe"), lambda p: torch.optim.SGD(p, 0.1)) for _ in range(2)
+    )
+    other.module.load_state_dict(one.module.state_dict())
+    for i in range(9):
+        x, gradient = torch.randn(2, 4, 8)
+        for stage in (one, other):
+            stage.forward(i, x)
+        wanted = one.backward(i, gradient)
+        assert torch.equal(split_backward.of_input(other, i, gradient), wanted)
+        assert bool(other.gradients.split.why) == (i % 3 == 2)
+        split_backward.of_weights(other, i)
+        for a, b in zip(one.gradients.values, other.gradients.values, strict=True):
+            assert (a is None and b is None) or torch.equal(a, b)
+        assert len(other.gradients.split.forms.known) == min(i + 1, 3)

@@ -45,6 +45,28 @@ def test_in_flight():
     assert last["zb_h2"] == pytest.approx(last["one_f_one_b"] * (1 + 6 * 32 / 34))
 
 
+def test_workers_of_several_stages():
+    """ZB-V holds as many micro-batches at every worker as 1F1B at the first; looped BFS holds as GPipe does."""
+    flying = [of("zb_v", chunks=2).devices[w].activations for w in range(4)]
+    one = of("one_f_one_b").devices[1].activations / 3  # of a worker whose layers are all alike
+    assert flying[1:] == pytest.approx([4 * one] * 3, rel=0.06) and max(flying[1:]) <= 4 * one
+    assert of("looped_bfs", chunks=2).devices[1].activations == pytest.approx(of("gpipe").devices[1].activations)
+    for name in ("zb_v", "looped_bfs"):  # each worker has the weights of its own stages, and all are somewhere
+        found = of(name, chunks=2)
+        states = sum(some.weights + some.gradients + some.optimizer for some in found.devices)
+        assert states == pytest.approx(MODEL.parameters * 18)
+    # the first worker has both the embedding and the head
+    weights = [[some.weights for some in of(name, chunks=2).devices] for name in ("zb_v", "looped_bfs")]
+    assert weights[0][0] > weights[1][0] and weights[0][-1] < weights[1][-1]
+
+
+def test_zb_v_has_two_stages_per_worker():
+    option = Option(technique("zb_v"), pipeline=4, micro_batches=8)
+    with pytest.raises(ValueError, match="zb_v has two stages per worker, not 1; give chunks=2"):
+        option.check(MODEL, devices("4xA100"))
+    replace(option, chunks=2).check(MODEL, devices("4xA100"))
+
+
 def test_older_versions_and_states():
     weights = of("pb").devices[0].weights
     held = {name: of(name).devices[0].older / weights for name in ("pb", "pipedream", "pipedream_2bw", "pipemare")}

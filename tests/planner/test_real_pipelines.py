@@ -54,6 +54,7 @@ def trained(name, adamw=False, **options):
 
 def planned(model, name, optimizer="sgd", recompute="none"):
     micro_batches = 2 * STAGES if name == "pipedream_2bw" else FLUSH
+    name = "zb_h1" if name == "zb_v" else name  # which is what it runs on one worker
     option = Option(technique(name), 1, STAGES, 1, 1, SAMPLES, micro_batches, recompute)
     some = loads(option, model, Costs(devices("5xA100"), constants()))
     return footprint(option, some, precision("float", optimizer)).devices

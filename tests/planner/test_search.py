@@ -36,7 +36,7 @@ def test_options_are_ranked_by_the_days_to_the_target(found):
 
 def test_no_option_is_better_than_the_best():
     """Every candidate simulated, against the few that the search simulates."""
-    for methods in ("one_f_one_b", "zb_h1", "pipedream_2bw", "interleaved"):
+    for methods in ("one_f_one_b", "zb_h1", "pipedream_2bw", "interleaved", "looped_bfs", "zb_v"):
         asking = question(SMALL, tokens=1e9, methods=methods)
         job = asking.job(devices("8xA100"))
         every = [one for one in candidates(job, asking.techniques, asking.fixed) if one.fits]
@@ -118,6 +118,21 @@ def test_timelines(found):
     slots = one.timeline()
     assert max(slot.end for slot in slots) == pytest.approx(one.step.seconds)
     assert {slot.op.kind for slot in slots} == {"F", "B", "U"}
+
+
+@pytest.mark.parametrize("name", ["interleaved", "looped_bfs", "zb_v"])
+def test_a_worker_does_one_operation_at_a_time(name):
+    """Whichever stages it has; the stage after the turn of a V is on the same worker, and needs no message."""
+    asked = search(SMALL, "8xA100", methods=name, fixed=Fixed(stages=(4,), tensor=(1,), replicas=(2,)))
+    one = next(one for one in asked if one.option.pipeline == 4)
+    at = [one.option.technique.worker(s, 4) for s in range(one.option.stages)]
+    assert at[:8] == ([0, 1, 2, 3, 3, 2, 1, 0] if name == "zb_v" else [0, 1, 2, 3, 0, 1, 2, 3])
+    slots = one.timeline()
+    assert max(slot.end for slot in slots) == pytest.approx(one.step.seconds)
+    for w in range(4):
+        mine = sorted(slot for slot in slots if at[slot.stage] == w)
+        assert len(mine) == one.option.chunks * one.option.micro_batches * (3 if name == "zb_v" else 2) + 1
+        assert all(a.end <= b.start + 1e-12 for a, b in pairwise(mine))
 
 
 def test_the_frontier(found):

@@ -48,6 +48,19 @@ def calm(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-4, betas=(0.8, 0.95), eps=1e-2)
 
 
+def muon(parameters: Any) -> torch.optim.Optimizer:
+    return pipeback.optim.MuonAdamW(parameters, lr=0.01)
+
+
+def adafactor(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adafactor(parameters, lr=0.01)
+
+
+def rotated(parameters: Any) -> torch.optim.Optimizer:
+    """Small steps, as `calm`."""
+    return pipeback.optim.RotatedAdamW(parameters, lr=1e-4, betas=(0.8, 0.95), eps=1e-2)
+
+
 def language_model() -> nn.Sequential:
     torch.manual_seed(3)
     return transformer(vocabulary=11, context=5, width=16, depth=2, heads=4).double()

@@ -10,16 +10,19 @@ from tests.laws.cases import CASES, STAGES
 from tests.processes import tensor_cases, tensor_families
 from tests.processes.tensor_cases import (
     OWN,
+    adafactor,
     calm,
     far,
     found,
     language_model,
     loaded,
     made_of,
+    muon,
     on_disk,
     perceptron,
     replicated,
     resumed,
+    rotated,
     saved,
     separate,
     square,
@@ -68,6 +71,17 @@ def test_methods_that_look_at_whole_weights(crew, options):
 @pytest.mark.parametrize(("tensor", "cases"), [rare(2, WHOLE), rare(4, ["braking", "eigendelay-one-side"])])
 def test_every_method_that_looks_at_whole_weights(crew, tensor, cases):
     options = {"samples": 64, "model": partial(square, 6 if tensor == 2 else 8), "optimizer": calm}
+    assert odd_cases(crew.ranks(4), cases, tensor, **options) == {}
+
+
+@pytest.mark.parametrize(("tensor", "cases", "options"), [
+    (2, ["pb", "gpipe-4"], {"optimizer": muon}), (2, ["pb", "zb_v"], {"optimizer": adafactor}),
+    (2, ["pb"], {"optimizer": rotated, "samples": 64, "model": square}), rare(4, ["pipedream"], {"optimizer": muon}),
+    rare(2, ["pipedream"], {"optimizer": adafactor, "store": "host"}),
+    rare(2, ["pb"], {"optimizer": muon, "store": "host", "clip_norm": 0.1}),
+])  # fmt: skip
+def test_optimizers_that_look_at_whole_weights(crew, tensor, cases, options):
+    """They step whole weights on every rank."""
     assert odd_cases(crew.ranks(4), cases, tensor, **options) == {}
 
 
@@ -120,6 +134,10 @@ def test_experts_that_are_full_drop_what_comes_later(crew):
         rare(
             "eigendelay-one-side", {"model": partial(square, 12), "samples": 64, "optimizer": calm}
         ),  # shard, basis: 6×6
+        ("pb", {"optimizer": adafactor}),
+        rare("pb", {"optimizer": muon}),
+        # shard, basis: 6×6
+        rare("gpipe-4", {"model": partial(square, 12), "samples": 64, "optimizer": rotated}),
     ],
 )
 def test_a_state_loads_on_any_mesh(crew, tmp_path, case, options, flying):

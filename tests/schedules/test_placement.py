@@ -9,9 +9,10 @@ from pipeback.planner.published import rows
 from pipeback.planner.routines import routine
 from pipeback.planner.simulation import simulate
 from pipeback.schedules.ops import until
-from pipeback.schedules.placement import KINDS, Placed, place
-from pipeback.schedules.programs import fill_drain, flowing
-from pipeback.schedules.split import whole, zb_h1
+from pipeback.schedules.placement import KINDS, Placed, place, unwaited
+from pipeback.schedules.programs import by_worker as in_parts
+from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
+from pipeback.schedules.split import late, splits, whole, zb_h1, zb_h2
 from pipeback.schedules.timeline import bubble, timeline
 from pipeback.schedules.worker_programs import interleaved, looped_bfs, zb_v
 from tests.planner.test_simulation import drawn
@@ -91,22 +92,30 @@ def test_published_bubbles(row):
 
 
 @pytest.mark.parametrize("case", range(6))
-def test_the_planner_has_the_same_order_and_times(case):
+@pytest.mark.parametrize("name", [*PROGRAMS, "zb_v"])
+def test_the_planner_has_the_same_order_and_times(name, case):
     """With fractions: the times are equal, not close. The planner does all updates of a worker as one."""
     workers, chunks, m = [(1, 2, 3), (2, 2, 4), (3, 2, 9), (4, 3, 8), (4, 2, 16), (2, 5, 6)][case]
-    asked, stages = routine("interleaved", workers, m, chunks=chunks), workers * chunks
-    placed = Placed(interleaved(m), loop(workers, chunks))
+    chunks = 2 if name == "zb_v" else chunks
+    asked, stages = routine(name, workers, m, chunks=chunks), workers * chunks
+    placed = Placed(PROGRAMS[name](m), loop(workers, chunks)) if name in PROGRAMS else None
+    placed = placed or Placed(zb_v(m), place("v", workers, range(stages)))
     for worker in range(workers):
         both = [
             [(s, op) for s, op in some if op.kind != "U"] for some in (asked.program(worker), placed.until(worker, m))
         ]
         assert both[0] == both[1]
     if workers > 1:
-        t = drawn(f"place {case}", stages, alike=True)[0]._replace(update=0, back=Fraction(1, 3), forth=Fraction(1, 3))
+        t = drawn(f"place {name} {case}", stages, alike=True)[0]._replace(
+            update=0, back=Fraction(1, 3), forth=Fraction(1, 3)
+        )
         found = simulate(asked, [t] * stages, slots=True)
         costs = {"F": t.forward, "B": t.input_gradient + t.weight_gradient, "U": t.update}
-        slots = timeline(placed, stages, m, costs, message=t.back)
-        assert sorted(s for s in found.slots if s.op.kind != "U") == sorted(s for s in slots if s.op.kind != "U")
+        costs |= {"I": t.input_gradient, "W": t.weight_gradient}
+        slots = [s for s in timeline(placed, stages, m, costs, message=t.back) if s.op.kind != "U"]
+        assert sorted(s for s in found.slots if s.op.kind != "U") == sorted(slots)
+        ends = [max(s.end for s in slots if placed.placement.owner[s.stage] == w) for w in range(workers)]
+        assert simulate(asked, [t] * stages).ends == ends
 
 
 @pytest.mark.parametrize("m", [1, 2, 3, 5, 7])
@@ -156,3 +165,40 @@ def test_zb_v_of_few_micro_batches(m, split):
     for n in range(1, 2 * m + 2):
         done = [(slot.stage, *slot.op) for slot in timeline(placed, 8, n)]
         assert sorted(done) == sorted((s, *op) for s in range(8) for op in until(plain(s, 8), n))
+
+
+def without(program, n):
+    """The first n micro-batches of a program as text, with I and W in the place of each B."""
+    text = " ".join(map(str, until(program, n)))
+    return " ".join(f"I{op[1:]} W{op[1:]}" if op[0] == "B" else op for op in text.split())
+
+
+@pytest.mark.parametrize("workers, m", [(2, 1), (2, 8), (3, 4), (4, 9)])
+@pytest.mark.parametrize("name", ["zb_h1", "zb_h2", "zb_v"])
+def test_nobody_waits_for_the_first_part(name, workers, m):
+    """Its backwards are whole, all others are split, and nothing else is another."""
+    if name == "zb_v":
+        placement = place("v", workers, range(2 * workers))
+        split = Placed(zb_v(m), placement)
+    else:
+        placement = place("neighbours", workers, [worker for worker in range(workers) for _ in range(2)])
+        split = in_parts({"zb_h1": zb_h1, "zb_h2": zb_h2}[name](m), placement.owner)
+    found, stages = unwaited(split, placement), 2 * workers
+    for s in range(stages):
+        kinds = {op.kind for op in until(found(s, stages), 3 * m)}
+        assert kinds == ({"F", "B", "U"} if s in placement.parts[0] else {"F", "I", "W", "U"})
+        assert without(found(s, stages), 3 * m) == " ".join(map(str, until(split(s, stages), 3 * m)))
+    assert splits(found, stages) and not splits(found)
+    if name == "zb_v":
+        for worker in range(workers):
+            assert [op for s, op in found.until(worker, m) if s == 0] == (
+                list(until(found(0, stages), m)) if worker == 0 else []
+            )
+
+
+def test_what_is_late_stays_split():
+    """Where the gradient of the weights does not follow at once, or nothing is split, the program is as it was."""
+    placement = place("neighbours", 2, [0, 0, 1, 1])
+    for schedule in (late(), one_f_one_b(4), fill_drain(3)):
+        for s in range(4):
+            assert list(islice(unwaited(schedule, placement)(s, 4), 40)) == list(islice(schedule(s, 4), 40))
