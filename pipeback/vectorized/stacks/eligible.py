@@ -46,12 +46,6 @@ def why_not(method: Method) -> str | None:
     return None
 
 
-def steps_rows(method: Method) -> bool:
-    """Whether a tick calls the method's own update with rows."""
-    correction = method.correction(When(0, 1, 0, 0, 0), {})
-    return correction is not None and correction.own
-
-
 def stashes(method: Method) -> bool:
     """Whether a method only asks that a backward (B) runs on the weights that its forward (F) used."""
     correction = method.correction(When(0, 1, 0, 0, 0), {})

@@ -229,17 +229,18 @@ class Stack:
         if waiting is not None:
             self._hold(waiting)
 
-    def gain(self, *, steps: bool) -> float:
+    @property
+    def sample(self) -> Waiting:
+        """The graphs of the first micro-batch."""
+        return self._rings[self.known]
+
+    def gain(self) -> float:
         """As `GraphMaker.gain`."""
-        return self.maker.gain(self._rings[self.known], steps=steps)
+        return self.maker.gain(self.sample)
 
     def flush_gain(self, count: int) -> float:
         """As `GraphMaker.flush_gain`."""
         return self.maker.flush_gain(self.known, count)
-
-    def faster_apart(self, by: float) -> bool:
-        """As `GraphMaker.faster_apart`."""
-        return self.maker.faster_apart(self._rings[self.known], by)
 
     def _make_room(self, kind: Kind) -> None:
         """Keep memory for this kind, for those in flight and, if these are few, for the kind before; free all other."""

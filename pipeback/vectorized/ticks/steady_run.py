@@ -21,6 +21,7 @@ from pipeback.schedules.spans import TickSpan
 from pipeback.stages.flight import target_on
 from pipeback.stages.joint_optimizer import Options
 from pipeback.vectorized.making.cuda_graph import CudaGraphed
+from pipeback.vectorized.stacks.eager_tick import drifted
 from pipeback.vectorized.steps.adam_rows import AdamStep
 from pipeback.vectorized.steps.asked_steps import AskedSteps
 from pipeback.vectorized.steps.joint_step import JointStep
@@ -29,7 +30,6 @@ from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.ticks.catch_up import Rounds
-from pipeback.vectorized.ticks.eager_tick import drifted
 from pipeback.vectorized.ticks.loss_stage import LossStage, form
 from pipeback.vectorized.ticks.output_stage import OutputStage
 from pipeback.vectorized.ticks.tick import Parts, StackTick

@@ -23,16 +23,16 @@ from pipeback.vectorized.buffers.mail import Mail
 from pipeback.vectorized.buffers.waiting import Waiting
 from pipeback.vectorized.buffers.weight_ring import WeightRing
 from pipeback.vectorized.making.sizes import Sizes
+from pipeback.vectorized.stacks.eager_tick import EagerTick, WaitingRoom, drifted, steps_together
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.step_form import How, Numbers, Slots, kept, numbers, shifted, slots
-from pipeback.vectorized.ticks.eager_tick import EagerTick, WaitingRoom, drifted
 from pipeback.vectorized.tracing.forms import leaves, packed
 from pipeback.vectorized.tracing.graphs import direct
-from pipeback.vectorized.tracing.product_gradients import accumulating, products
+from pipeback.vectorized.tracing.product_gradients import accumulating
 
 Parts = Sequence[Sequence[Tensor]]  # of each tensor of a value, the pieces that make it
 Messages = Mapping[int, Any]  # by stage
@@ -88,11 +88,7 @@ class StackTick:
         self.ys, self.gxs = Mail(len(stack.stages)), Mail(len(stack.stages))  # outputs, and gradients of inputs
         self.stash: WeightRing | None = None  # the weights that F used, where B runs on them
         self.drift: list[Tensor] = []  # δ, if B runs on weights shifted by it
-        rows = stack.rows
-        into = (
-            sum(rows.weights[n].nbytes for n in products(self.written, rows.trained)) if stack.maker.fuse is None else 0
-        )
-        self._together = 2 * into < sum(w.nbytes for w in rows.stepped)  # see `EagerTick`
+        self._together = stack.maker.fuse is not None or steps_together(self.written, stack.rows.whole)
         self._parts: dict[tuple[int, int], EagerTick] = {}
         self._steps: tuple[AnyStep | None, dict[tuple[int, int], AnyStep]] = None, {}  # of some rows
         self._sizes: Sizes | None = None  # graphs for other numbers of rows

@@ -13,6 +13,7 @@ from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.row_tensors import AnyStep, RowTensors
 from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.tracing.graphs import Graph, Graphs
+from pipeback.vectorized.tracing.product_gradients import products
 
 
 class WaitingRoom(NamedTuple):
@@ -114,3 +115,11 @@ def drifted(
     """Do δ ← γ·δ + (1 − γ)·(w' − w). before: w, which is overwritten. shares: 1 − γ."""
     for d, w, old, share in zip(drift, weights, before, shares, strict=False):
         d.lerp_(torch.sub(w, old, out=old), share)
+
+
+def steps_together(graphs: Graphs, rows: RowTensors) -> bool:
+    """Whether weights are better stepped together with those of other stacks: most of their gradients are no products,
+    which are added to the velocities as they are computed.
+    """
+    into = sum(rows.weights[n].nbytes for n in products(graphs, rows.trained))
+    return 2 * into < sum(w.nbytes for w in rows.stepped)
