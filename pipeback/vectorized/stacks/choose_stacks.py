@@ -31,7 +31,7 @@ class Shaper(NamedTuple):
     def turns(self) -> int:
         """Of how many kinds the stages are: 2 if those of even and of odd number take turns."""
         schedule = self.method.schedule
-        return max(1, schedule.turns) if isinstance(schedule, Flowing) else 1
+        return max(1, schedule.turns) if isinstance(schedule, Flowing) and not self.method.fixed_groups else 1
 
     def stack(self, stages: Sequence[Stage]) -> Stack:
         """Return a stack of these stages."""

@@ -12,6 +12,7 @@ from pipeback.errors import StageError
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.row_tensors import AnyStep, RowTensors
 from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.summed_step import SummedStep
 from pipeback.vectorized.tracing.graphs import Graph, Graphs
 from pipeback.vectorized.tracing.product_gradients import products
 
@@ -20,13 +21,15 @@ class WaitingRoom(NamedTuple):
     """Where the tensors that wait between F and B of these rows are.
 
     left: returns those for B. put: keeps those of F. keep: keeps the weights on which F is going to run, and used:
-    returns those on which it ran, where B runs on them. f, b: micro-batches of F and B at the place p = 0.
+    returns those on which it ran, where B runs on them. fore: keeps the newest weights, and returns those on which F
+    runs, where these are older. f, b: micro-batches of F and B at the place p = 0.
     """
 
     left: Callable[[int], Sequence[Tensor]]  # of b
     put: Callable[[int, Sequence[Tensor]], None]  # of f
     keep: Callable[[int, Sequence[Tensor] | None], None] | None = None
     used: Callable[[int], list[Tensor]] | None = None
+    fore: Callable[[int], list[Tensor]] | None = None  # of f
 
 
 class EagerTick:
@@ -71,7 +74,9 @@ class EagerTick:
         for the weights before the step.
         """
         tensors, (forward, backward, made, outputs, *_) = self.tensors, self.graphs
-        fore = tensors.shifted(step.ahead, drift or None)
+        fore = tensors.shifted(step.ahead, drift or None) if room.fore is None else room.fore(f)
+        if isinstance(step, SummedStep):
+            step.shift([fore[n] for n in tensors.trained])
         if room.keep is not None:
             room.keep(f, [fore[n] for n in tensors.trained] if step.ahead else None)
         if step.drift:

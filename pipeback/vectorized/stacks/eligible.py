@@ -35,11 +35,9 @@ def why_not(method: Method) -> str | None:
     schedule = method.schedule
     if not isinstance(schedule, Flowing):
         return "between its flushes, stages do different things at a tick"
-    if schedule.every > 1:
-        return f"it updates once in {schedule.every} micro-batches, so that ticks differ"
     if not schedule.turns:
         return f"at slack={schedule.slack} stages are not busy at the same ticks"
-    if any(method.history(s, AMONG) for s in range(AMONG)):
+    if any(method.history(s, AMONG) for s in range(AMONG)) and not method.needs_entry:
         return "its forwards run on older weights than the newest, and no tick looks for these"
     if not described(method) or (method.copies == "stash" and not stashes(method)):
         return "its weights or its update are more than a `pipeback.methods.base.Correction` can say"

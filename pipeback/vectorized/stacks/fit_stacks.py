@@ -53,6 +53,12 @@ class Request(NamedTuple):
         return whole_cost.Conditions(self.method, self.method.delays(self.stages), self.options)
 
     @property
+    def several(self) -> int:
+        """The micro-batches of an update, if there are several; else 0."""
+        every = getattr(self.method.schedule, "every", 1)
+        return every if every > 1 else 0
+
+    @property
     def waits(self) -> float:
         """The ticks per micro-batch at which some stages wait for the last of those that come together."""
         return (self.stages - 1) / self.together if self.together else 0.0
@@ -73,7 +79,10 @@ class Request(NamedTuple):
         for stack in stacks:
             if stack.plan.masters:
                 return "each stage steps its masters and rounds them"
-            if not stack.plan.step([self.options] * len(stack.stages)):
+            if stack.maker.fuse is not None and (self.several or self.method.needs_entry):
+                when = f"it updates once in {self.several} micro-batches" if self.several else "it keeps versions"
+                return f"{when}, which no compiled tick does"
+            if not self.several and not stack.plan.step([self.options] * len(stack.stages)):
                 kind = type(stack.stages[0].optimizer).__name__
                 return f"the step of {kind} with its options or hooks is not that of momentum SGD, Adam or AdamW alone"
         return None
@@ -148,7 +157,9 @@ def _divided(
                 told += "" if leap else f"; no tick is one function: {reason}"
                 timed = asked.vectorize == "auto" and not torch.are_deterministic_algorithms_enabled()
                 apart = apart and timed and not asked.flush
-                apart = apart and (not pays or whole_cost.faster_apart(stack, asked.conditions, CLEARLY))
+                apart = apart and (
+                    not pays or (asked.several == 0 and whole_cost.faster_apart(stack, asked.conditions, CLEARLY))
+                )
         if apart:
             waiting[:0] = [shaper.stack([stage]) for stage in stack.stages]
             continue
@@ -204,11 +215,12 @@ def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tupl
     if asked.flush:
         return _judged_flush(stack, asked)
     ticks = 1.0 if leap else calls(asked.method.schedule, asked.stages, stack)
-    times = whole_cost.gain(stack, asked.conditions, whole=leap) / (ticks + asked.waits)
+    whole = leap and not asked.several and not asked.method.needs_entry
+    times = whole_cost.gain(stack, asked.conditions, whole=whole) / (ticks + asked.waits)
     full = shaper.turns == 1 and ticks < SPARSE
     enough = (SINGLE if stack.alone else WHOLE) if leap else ALL if full else SOME
     as_one = "as a graph" if stack.alone else "as one"
-    what = "F, B and U" if leap and stack.maker.plain else "F and B"
+    what = "F, B and U" if whole and stack.maker.plain else "F and B"
     if torch.are_deterministic_algorithms_enabled() and asked.vectorize == "auto":  # times must not change bits
         return leap, as_one if leap else f"stage by stage: {as_one} pays seldom with {asked.method!r}, and is not timed"
     if (stack.alone and not leap) or (asked.vectorize == "auto" and times < enough):
