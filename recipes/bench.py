@@ -23,6 +23,9 @@ memory      weight copies and method state, measured and declared; memory after 
 stability   largest stable ηλ on a quadratic, observed beside theory; only if it is named (benches/stability.py)
             options: methods= momenta= delays= out=FILE
 lightning   the strategy, batches of 64 cut into 64 micro-batches: samples per second over Pipeline.push's
+gpu         on one GPU: plain loops, one of them as a CUDA graph, pipelines with and without one, weights in host
+            memory; only if it is named (benches/gpu.py)
+            options: networks=
 imports     `import pipeback` beyond `import torch`
 
     pipeback bench event_loop vectorized lightning against=../before repeats=30
@@ -42,12 +45,13 @@ from pipeback.recipes.provenance import command, heading, load, provenance
 SECTIONS = {
     name: name for name in (
         "table", "scaling", "event_loop", "vectorized", "auto", "pushes", "threads", "processes", "streaming",
-        "splitting", "research", "memory", "imports", "stability",
+        "splitting", "research", "memory", "imports", "stability", "gpu",
     )
 } | {"lightning": "under_lightning"}  # fmt: skip
-NAMED = {"stability"}  # sections that run only if they are named
+NAMED = {"stability", "gpu"}  # sections that run only if they are named
 OPTIONS = {
     "table": ("networks", "contenders", "out", "read", "page"),
+    "gpu": ("networks",),
     "scaling": ("stages", "methods", "slack", "micro_batches"),
     "processes": ("cases",),
     "stability": ("methods", "momenta", "delays", "out"),

@@ -39,7 +39,7 @@ from pipeback.recipes.report import console as report_console
 from pipeback.recipes.report import literal
 from pipeback.recipes.schemas import Sweep, check
 from pipeback.recipes.sweeps import table
-from pipeback.recipes.sweeps.jobs import PLACE, Job, axes, combinations, folder, planned
+from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, axes, combinations, folder, plain, planned, rates_of
 from pipeback.recipes.train import as_yaml, quiet, task_of, trainer_of
 from pipeback.recipes.work import resume
 
@@ -62,19 +62,28 @@ def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
         values = check(hydra.compose("train", given))
         return values, as_yaml(values)
 
-    kept = []
+    if isinstance(config["rates"], Mapping) and (unknown := {*config["rates"]} - {*labels, *map(plain, labels)}):
+        raise ValueError(
+            f"rates: {', '.join(sorted(unknown))}: methods= has no such method; it has {', '.join(labels)}"
+        )
+    kept: dict[str, list[dict[str, Any]]] = {}
+    read: dict[str, Any] = {}  # the data of every choice of options, since files take seconds
     for label in labels:
+        rates = rates_of(label, config["rates"])
+        mine = [varied for varied in options if rates is None or varied[RATE] in rates]
         try:
-            for varied in options:
+            for varied in mine:
                 values, _ = compose(label, varied, config["seed"])
-                data = build.data(values["data"], values["batch_size"], values["seed"])
+                given = values["data"], values["batch_size"], values["seed"]
+                if (data := read.get(str(given))) is None:
+                    data = read[str(given)] = build.data(*given)
                 task_of(values, data, trainer_of({**values, "logger": {}, "callbacks": {}})[0])
         except ValueError as error:
             if every and label != "sgd":  # sgd runs with any optimizer, so its error is one of the config
                 continue
             raise ValueError(str(error) if label in str(error) else f"{label}: {error}") from error
-        kept.append(label)
-    return planned(kept, options, range(config["seed"], config["seed"] + config["seeds"]), compose)
+        kept[label] = mine
+    return planned(kept, range(config["seed"], config["seed"] + config["seeds"]), compose)
 
 
 def value_of(value: Any) -> str:

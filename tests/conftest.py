@@ -5,6 +5,7 @@ An example of hypothesis has no time limit, which a busy machine would exceed.
 
 import gc
 import os
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -21,6 +22,20 @@ def quick_collections() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--device", help="where pipelines train: cuda, or sim for a simulated accelerator")
+    parser.addoption("--default-device", help="the same, and torch's default device")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    default = config.getoption("--default-device")
+    if name := default or config.getoption("--device"):
+        from tests.helpers.on_device import use
+
+        folder = os.environ.get("TORCH_EXTENSIONS_DIR") or config.rootpath / ".pytest_cache" / "simulated"
+        use(name, Path(folder), default=bool(default))
 
 
 def pytest_unconfigure() -> None:

@@ -17,6 +17,7 @@ micro-batch in flight. ŵ − w_t is one more copy as state.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -102,7 +103,7 @@ def _ahead_of_sgd(v: Tensor | None, group: dict[str, Any], w: Tensor, into: Tens
     if several:
         pairs = [_powers(rate, *options, n) for rate, n in zip(rates.tolist(), D.flatten().tolist(), strict=True)]
         by_weight, by_velocity = (
-            column(torch.tensor(some, dtype=torch.float64), w) for some in zip(*pairs, strict=True)
+            column(torch.tensor(some, dtype=torch.float64, device=w.device), w) for some in zip(*pairs, strict=True)
         )
     else:
         by_weight, by_velocity = _powers(float(rates), *options, D)
@@ -165,25 +166,50 @@ def _ahead_of_adam(
 def _of_rows(
     optimizer: OptimizerLike, group: dict[str, Any], weights: Weights, into: Weights, delays: list[Tensor]
 ) -> None:
-    """The same for rows, of which the first ones have the longest delays; step j is made by those with j ≤ D."""
-    beta1, beta2 = map(float, group["betas"])
+    """The same for rows, of which the first ones have the longest delays; step j is made by those with j ≤ D.
+
+        ŵ − w = m·y + (left^D − 1)·w        y ← left·y + s_j/(√q + ε_j)        left = 1 − η·λ
+        s_j = −η·β₁ʲ·√(1 − β₂^{t+j})/(1 − β₁^{t+j})        ε_j = ε·√(1 − β₂^{t+j})
+
+    What steps have in common, m, stands before the sum: two passes through memory for each step are left of four.
+    Vectors that take equal steps are one, since a step of a short one takes longer to call than to do.
+    """
     of = moments(optimizer, group, weights)
-    for w, x, D, first, second, t in zip(weights, into, delays, of.first, of.second, of.counts, strict=True):
-        far = D.flatten().double()
-        rate = group["lr"].double().expand_as(far)
-        left = 1 - rate * (group["weight_decay"] if decoupled(group) else 0.0)
-        j = torch.arange(1, int(far.max()) + 1, dtype=torch.float64, device=far.device)[:, None]
-        sizes, roots = -rate * beta1**j / (1 - beta1 ** (t + j)), (1 - beta2 ** (t + j)).rsqrt()
-        counts = (j <= far).sum(1).tolist()
-        below, root = torch.empty_like(w), second.sqrt()
-        # as columns at once: to make them takes as long as the arithmetic of a small weight
-        steps = [some.to(w.dtype).view(*some.shape, *[1] * (w.dim() - 1)).unbind() for some in (sizes, roots)]
-        x.zero_()
-        for k, size, scale in zip(counts, *steps, strict=True):
-            rows, here = slice(0, k), below[:k]
-            if group["weight_decay"] and decoupled(group):  # x ← left·(w + x) − w
-                keep = column(left[rows], w)
-                x[rows].mul_(keep).addcmul_(w[rows], keep - 1)
-            torch.mul(root[rows], scale[rows], out=here).add_(group["eps"])
-            torch.div(first[rows], here, out=here)
-            x[rows].addcmul_(here, size[rows])
+    alike: dict[tuple[Any, ...], list[int]] = {}
+    for n, (w, D, t) in enumerate(zip(weights, delays, of.counts, strict=True)):
+        steps = *D.flatten().tolist(), *t.flatten().tolist(), *group["lr"].flatten().tolist()
+        alike.setdefault((w.dtype, *steps, w.dim() > 2 and n), []).append(n)
+    for numbers in alike.values():
+        found = _summed([of.second[n] for n in numbers], group, delays[numbers[0]], of.counts[numbers[0]])
+        for n, y in zip(numbers, found, strict=True):
+            torch.mul(y, of.first[n], out=into[n])
+            if group["weight_decay"] and decoupled(group):
+                far = delays[n].flatten().double()
+                kept = (1 - group["lr"].double() * group["weight_decay"]) ** far - 1
+                into[n].addcmul_(weights[n], column(kept, weights[n]))
+
+
+def _summed(second: list[Tensor], group: dict[str, Any], D: Tensor, t: Tensor) -> Sequence[Tensor]:
+    """y of weights that take equal steps."""
+    (beta1, beta2), lengths = map(float, group["betas"]), [q[0].numel() for q in second]
+    root = (second[0] if len(second) == 1 else torch.cat([q.flatten(1) for q in second], 1)).sqrt()
+    far = D.flatten().double()
+    rate, j = (
+        group["lr"].double().expand_as(far),
+        torch.arange(1, int(far.max()) + 1, dtype=far.dtype, device=far.device),
+    )
+    j = j[:, None]
+    roots = (1 - beta2 ** (t + j)).sqrt()
+    sizes, tiny = -rate * beta1**j * roots / (1 - beta1 ** (t + j)), group["eps"] * roots
+    decays = group["weight_decay"] and decoupled(group)
+    keep = column(1 - rate * group["weight_decay"], root) if decays else None
+    y, below = torch.zeros_like(root), torch.empty_like(root)
+    # as columns at once: to make them takes as long as the arithmetic of a small weight
+    steps = [some.to(root.dtype).view(*some.shape, *[1] * (root.dim() - 1)).unbind() for some in (sizes, tiny)]
+    for k, size, little in zip((j <= far).sum(1).tolist(), *steps, strict=True):
+        if keep is not None:
+            y[:k].mul_(keep[:k])
+        y[:k].addcdiv_(size[:k], torch.add(root[:k], little[:k], out=below[:k]))
+    if len(second) == 1:
+        return [y]
+    return [some.view(q.shape) for some, q in zip(y.split(lengths, 1), second, strict=True)]

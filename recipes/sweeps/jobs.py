@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from itertools import count, product
+from itertools import chain, count, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,8 +42,9 @@ class Job(NamedTuple):
 def axes(config: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The options that are varied beside methods and seeds: name -> values. Raises ValueError for what is no list."""
     found = dict(config["vary"] or {})
-    if config["rates"] is not None:
-        found[RATE] = config["rates"]
+    if (rates := config["rates"]) is not None:
+        by_method = rates.values() if isinstance(rates, Mapping) and rates else None
+        found[RATE] = rates if by_method is None else list(dict.fromkeys(chain.from_iterable(map(_listed, by_method))))
     for key, values in found.items():
         if not isinstance(values, list) or not values:
             one = values or 1
@@ -51,6 +52,29 @@ def axes(config: Mapping[str, Any]) -> dict[str, list[Any]]:
                 raise ValueError(f"rates={values} must be a list of values, for example rates=[{one}]")
             raise ValueError(f"vary: {key} must have a list of values, for example 'vary={{{key}:[{one}]}}'")
     return found
+
+
+def _listed(rates: Any) -> list[Any]:
+    if not isinstance(rates, list) or not rates:
+        raise ValueError(f"rates: a method must have a list of values, for example 'rates={{sgd:[{rates or 1}]}}'")
+    return rates
+
+
+def plain(label: str) -> str:
+    """pb-slack1 -> pb"""
+    return label.partition("-")[0]
+
+
+def rates_of(label: str, rates: Any) -> list[Any] | None:
+    """The rates of a method by its label, or by its name without options; None: those of all methods."""
+    if not isinstance(rates, Mapping):
+        return None
+    for name in (label, plain(label)):
+        if name in rates:
+            return list(rates[name])
+    raise ValueError(
+        f"rates has none for {label}; name it, for example 'rates={{{label}:[1]}}', or give one list for all"
+    )
 
 
 def combinations(varied: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
@@ -86,11 +110,11 @@ def placed(home: Path, text: str) -> tuple[Path, bool]:
 def alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two configurations differ in nothing but the run's folder and the checkpoint that it goes on from."""
 
-    def plain(config: Mapping[str, Any]) -> str:
+    def compared(config: Mapping[str, Any]) -> str:
         rest = {k: v for k, v in config.items() if k != "ckpt_path"}
         return yaml.safe_dump(rest).replace(str(config.get("out")), "OUT")
 
-    return plain(one) == plain(other)
+    return compared(one) == compared(other)
 
 
 def last_checkpoint(out: Path) -> Path | None:
@@ -108,12 +132,16 @@ def last_checkpoint(out: Path) -> Path | None:
 Compose = Callable[[str, Mapping[str, Any], int], tuple[dict[str, Any], str]]  # -> configuration, and as YAML
 
 
-def planned(
-    labels: Sequence[str], options: Sequence[dict[str, Any]], seeds: Sequence[int], compose: Compose
-) -> list[Job]:
-    """The runs: all of one seed before those of the next, so that every method is seen once as soon as possible."""
+def planned(options: Mapping[str, Sequence[dict[str, Any]]], seeds: Sequence[int], compose: Compose) -> list[Job]:
+    """The runs: all of one seed before those of the next, so that every method is seen once as soon as possible.
+
+    options: the choices of every method, by its label.
+    """
     found = []
-    for seed, varied, label in product(seeds, options, labels):
+    every = list({str(varied): varied for choices in options.values() for varied in choices}.values())
+    for seed, varied, label in product(seeds, every, options):
+        if varied not in options[label]:
+            continue
         values, text = compose(label, varied, seed)
         out, done = placed(Path(values["out"]), text)
         found.append(Job(label, varied, seed, out, done, {**values, "out": str(out)}))

@@ -130,8 +130,15 @@ def _notes(found: Results, setting: Setting) -> str:
     """What the columns are."""
     about = next((note for note in found.notes if "slow_down" in note), "")
     reference = about.partition("over those of ")[2].partition(" at its best rate")[0] or "sgd"
-    rates = sorted({rate for tried in setting.tried for rate in tried.rates if rate}, key=float)
-    each = f" The best rate is that of {', '.join(rates)}" if len(rates) > 1 else ""
+    by_method = {tried.method: ", ".join(sorted(filter(None, tried.rates), key=float)) for tried in setting.tried}
+    rates = set(by_method.values())
+    if len(rates) > 1:  # each method has its own
+        each = (
+            f" The best rate is one of those tried ({'; '.join(f'{name}: {own}' for name, own in by_method.items())})"
+        )
+    else:
+        (one,) = rates
+        each = f" The best rate is that of {one}" if "," in one else ""
     if any(tried.at_edge for tried in setting.tried):
         each += "; * the least or the largest one tried, so that one beyond may be better"
     return (

@@ -173,9 +173,9 @@ FLUSHES = (4, 8, 2, 4, 2, 4, 3, 1, 8)  # micro-batches per push
 
 
 def weights(pipe: pipeback.Pipeline) -> torch.Tensor:
-    """All weights and buffers in one vector."""
+    """All weights and buffers in one vector on the CPU."""
     state = pipe.model.state_dict()
-    return torch.cat([value.detach().flatten().double() for value in state.values()])
+    return torch.cat([value.detach().flatten().double().cpu() for value in state.values()])
 
 
 def everything(pipe: pipeback.Pipeline) -> torch.Tensor:
@@ -187,7 +187,7 @@ def everything(pipe: pipeback.Pipeline) -> torch.Tensor:
     for tensors in pipe.state_dict()["stages"]:
         for name, tensor in sorted(tensors.items()):
             if not (name.startswith("flight/") and tensor.dtype == torch.uint8):
-                parts.append(tensor.flatten().double())
+                parts.append(tensor.flatten().double().cpu())
     return torch.cat(parts)
 
 

@@ -56,7 +56,7 @@ def cells(out):
 
 
 def test_sections_are_chosen_by_name(monkeypatch, capsys):
-    assert bench.parsed([]) == (9, [name for name in bench.SECTIONS if name != "stability"], {})
+    assert bench.parsed([]) == (9, [name for name in bench.SECTIONS if name not in bench.NAMED], {})
     assert bench.parsed(["processes", "repeats=3", "memory"]) == (
         3, ["processes", "memory"], {"processes": {}, "memory": {}}
     )  # fmt: skip

@@ -20,6 +20,7 @@ from pipeback.recipes.live import state
 from pipeback.recipes.sweeps import table
 from pipeback.recipes.sweeps.curves import Curve, held_out, held_out_slow_down, reaches, slow_down, smoothed
 from pipeback.recipes.sweeps.jobs import Job, last_checkpoint
+from pipeback.recipes.sweeps.summary import sheets
 from tests.recipes.cli import TINY, config, numbers, pipeback, rows
 
 BITS = "trainer.strategy.vectorize=false"  # "auto" goes by times, and stages as one round in another way
@@ -87,6 +88,19 @@ def test_any_option_is_varied_and_each_choice_has_its_reference(tmp_path):
     }
     assert [row.slow_down for row in found.rows if row.method == "sgd"] == [1.0] * 4
     assert config(tmp_path / "here" / "pb-depth3-optimizeradamw-seed0").optimizer.name == "AdamW"
+
+
+def test_every_method_has_its_own_rates(tmp_path):
+    """A method is named with its options, or without them."""
+    rates = "rates={sgd:[0.1,0.03],pb-slack1:[0.03],pb:[0.01]}"
+    options = ["methods=[sgd,pb,{pb:{slack:1}}]", rates, "jobs=1", "out=here"]
+    done = pipeback("sweep", *TINY, *options, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = table.load(tmp_path / "here" / "results.csv")
+    runs = [(row.method, row.options["optimizer.lr"]) for row in found.rows]
+    notes = sheets(found)[0].notes
+    assert "one of those tried (" in notes and "sgd: 0.03, 0.1" in notes and "pb-slack1: 0.03" in notes
+    assert runs == [("sgd", "0.1"), ("sgd", "0.03"), ("pb-slack1", "0.03"), ("pb", "0.01")]
 
 
 def test_a_reference_from_another_sweep(swept, tmp_path):
@@ -189,6 +203,9 @@ def test_several_processes_give_the_same_file(swept, tmp_path):
         (["methods=[eigendelay]"], "written for Adam and AdamW"),
         (["rates=0.1"], "rates=0.1 must be a list of values, for example rates=[0.1]"),
         (["rates=[]"], "must be a list of values"),
+        (["methods=[sgd]", "rates={sgd:0.1}"], "a method must have a list of values, for example 'rates={sgd:[0.1]}'"),
+        (["methods=[sgd,pb]", "rates={sgd:[1]}"], "rates has none for pb; name it, for example 'rates={pb:[1]}'"),
+        (["methods=[sgd]", "rates={sgd:[1],pb:[1]}"], "rates: pb: methods= has no such method; it has sgd"),
         (["vary={model.depth:4}"], "model.depth must have a list of values, for example 'vary={model.depth:[4]}'"),
         (["methods=[sgd]", "vary={model.dept:[4]}"], "did you mean 'model.depth'?"),
         (["seeds=0"], "seeds must be a whole number of at least 1, but is 0"),

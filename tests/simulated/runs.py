@@ -90,6 +90,7 @@ def train(
     pushed: int = 2,
     draws: bool = True,
     half: bool = False,
+    double: bool = False,
     resumed: str = "",
     drained: bool = False,
     unused: bool = False,
@@ -101,7 +102,8 @@ def train(
     astray: targets stay on the CPU. unused: weights are fetched for nobody, and what then gets their memory must keep
     what it writes there.
     """
-    run = dict(case=case, optimizer=optimizer, draws=draws, dtype=torch.bfloat16 if half else torch.float32)
+    dtype = torch.bfloat16 if half else torch.float64 if double else torch.float32
+    run = dict(case=case, optimizer=optimizer, draws=draws, dtype=dtype)
     with tempfile.TemporaryDirectory() as folder:
         pipe, found = build(where, run, Path(folder, "first"), **options), {}
         for n, (x, y) in enumerate(batches(pushes, pushed, run["dtype"])):

@@ -1,5 +1,6 @@
 """Activations: on the device, in host memory, or recomputed. Bits, bytes, and what a module may do by the way."""
 
+import gc
 from functools import partial
 
 import pytest
@@ -198,6 +199,8 @@ def test_on_a_gpu(case):
     """The same bits, and less of the GPU's memory while micro-batches wait."""
 
     def run(kind):
+        gc.collect()
+        before = torch.cuda.memory_allocated()
         torch.manual_seed(0)
         model = nn.Sequential(
             *[nn.Sequential(nn.Linear(512, 512), nn.Tanh(), nn.Dropout(0.2), nn.Linear(512, 512)) for _ in range(4)]
@@ -207,7 +210,7 @@ def test_on_a_gpu(case):
         batches = [(x.cuda(), y.cuda()) for x, y in data(12, samples=256, width=512)]
         losses = [pipe.push(x, y).clone() for x, y in batches]
         torch.cuda.synchronize()
-        waiting = torch.cuda.memory_allocated()
+        waiting = torch.cuda.memory_allocated() - before
         pipe.load_state_dict(pipe.state_dict())
         pipe.drain()
         result = torch.stack(losses).cpu(), everything(pipe).cpu()
