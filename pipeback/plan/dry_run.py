@@ -157,6 +157,10 @@ class DryWorker:
 
     # -- what a loop asks for ------------------------------------------------------------------------------------
 
+    def placed(self, s: int, value: Any) -> Any:
+        """Return what comes in for a stage as it is: there is no device that it could be brought to."""
+        return value
+
     def run(self, waves: Iterable[Wave]) -> None:
         """Count this worker's part of every wave."""
         begin = self.now

@@ -73,6 +73,11 @@ def flushed_in_flight(schedule: Schedule, stage: int, stages: int) -> int | None
     return int(m if schedule.func is _fill_drain else min(m, stages - stage))
 
 
+def fills(schedule: Schedule) -> bool:
+    """Whether it is `fill_drain`: no stage waits for a backward before all forwards of a flush are done."""
+    return isinstance(schedule, partial) and schedule.func is _fill_drain
+
+
 def by_worker(schedule: Schedule, owner: Sequence[int]) -> Schedule:
     """Each stage runs the program that its worker would run if its stages were one. owner: the worker of each stage."""
     return partial(_by_worker, schedule, tuple(owner))

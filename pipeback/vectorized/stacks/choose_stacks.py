@@ -104,7 +104,8 @@ def _shaper(method: Method, compile: bool | dict[str, Any], vectorize: bool | st
 
 def _groups(stages: Sequence[Stage], method: Method, count: int, owner: Sequence[int] | None) -> list[list[Stage]]:
     groups = alike(stages, Shaper(method, count, None, False).turns, owner)
-    if leaps(method) or (owner is None and flushes(method, outside=not stages[-1].judges)):
+    outside = stages[-1].last and not stages[-1].judges
+    if leaps(method) or flushes(method, outside=outside, shared=owner is not None):
         return groups
     # stages without weights, and single ones, gain nothing
     return [group for group in groups if len(group) >= LEAST and group[0].params]

@@ -10,7 +10,7 @@ import torch
 
 from pipeback.methods.base import HOOKS, Method, When, described, overrides
 from pipeback.schedules.flushes import in_flushes
-from pipeback.schedules.programs import Flowing
+from pipeback.schedules.programs import Flowing, fills
 
 AMONG = 3  # stages, of which a method is asked what it keeps
 
@@ -20,10 +20,13 @@ def leaps(method: Method) -> bool:
     return why_not(method) is None
 
 
-def flushes(method: Method, *, outside: bool = False) -> bool:
+def flushes(method: Method, *, outside: bool = False, shared: bool = False) -> bool:
     """Whether a method consists of flushes or groups, of which a stage can do all micro-batches at once. outside:
-    whether the loss is computed outside of the pipeline.
+    whether the loss is computed outside of the pipeline. shared: whether several workers have parts of the stages; then
+    no stage may wait for a backward before its forwards are done.
     """
+    if shared and (outside or not fills(method.schedule)):
+        return False
     found = in_flushes(method.schedule)
     if found is None or found.slack:
         return found is not None and method.fixed_groups and not outside
@@ -34,7 +37,8 @@ def why_not(method: Method) -> str | None:
     """Why no tick of a method is one function; None if some are."""
     schedule = method.schedule
     if not isinstance(schedule, Flowing):
-        return "between its flushes, stages do different things at a tick"
+        told = "between its flushes, stages do different things at a tick"
+        return f"{told}; several workers do whole flushes of gpipe alone" if flushes(method) else told
     if not schedule.turns:
         return f"at slack={schedule.slack} stages are not busy at the same ticks"
     if any(method.history(s, AMONG) for s in range(AMONG)) and not method.needs_entry:
