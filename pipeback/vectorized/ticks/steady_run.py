@@ -18,8 +18,8 @@ from pipeback.counts import numbered
 from pipeback.errors import StageError
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.spans import TickSpan
-from pipeback.stages.flight import to_device
 from pipeback.stages.joint_optimizer import Options
+from pipeback.tensors.copies import to_device
 from pipeback.vectorized.buffers.version_ring import EntryVersions
 from pipeback.vectorized.making.cuda_graph import CudaGraphed
 from pipeback.vectorized.stacks.eager_tick import drifted
