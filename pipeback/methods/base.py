@@ -88,6 +88,9 @@ class Correction(NamedTuple):
         F runs on w + ahead·δ and B on w + back·δ, where δ ← drift·δ + (1 − drift)·(w' − w) is the list of the state
         whose name is `along`
         B runs on the weights that F `used`, shifted or not
+        F runs on the version of stage 0 at which the micro-batch entered (`entry`)
+        F of a micro-batch before whose turn its `group`, the micro-batches of one update, has seen an update, runs on
+        w + x instead, where x is the list of the state of this name
         U runs at these `rates`
         U is the method's `own` update, which is called with rows (`When.rows`); what else is said of U does not hold
     If all are empty, F and B run on w, and U is the optimizer's own step.
@@ -105,6 +108,8 @@ class Correction(NamedTuple):
     varies: bool = False
     along: str = ""
     own: bool = False
+    group: str = ""
+    entry: bool = False
 
 
 class OptimizerLike(Protocol):

@@ -48,4 +48,4 @@ class PipeDream(Method):
         return used
 
     def correction(self, when: When, state: State) -> Correction | None:
-        return None if self.vertical_sync else Correction(used=True)
+        return Correction(used=True, entry=self.vertical_sync)

@@ -83,7 +83,9 @@ class OptimizerPrediction(Method):
         return state
 
     def correction(self, when: When, state: State) -> Correction | None:
-        return None if self.grouped else Correction(_ahead(when), used=True, along="direction", own=True)
+        if self.grouped:
+            return Correction([-float(D) for D in when.delays], used=True, along="direction", group="group")
+        return Correction(_ahead(when), used=True, along="direction", own=True)
 
 
 def _ahead(when: When) -> list[float]:

@@ -56,13 +56,16 @@ class Stacking:
 
     @property
     def _flush(self) -> int:
-        """The micro-batches of a flush that this worker does as a whole; 0 if there is none."""
+        """The micro-batches of a flush that this worker does at once; 0 if there is none."""
+        from pipeback.vectorized.flushes.whole_flush import PARTS
         from pipeback.vectorized.stacks.eligible import flushes
 
-        if self._holding.shared or not flushes(self._method, outside=self._outside):
+        if not flushes(self._method, outside=self._outside, shared=self._holding.shared):
             return 0
         found = in_flushes(self._method.schedule_at(0, self._pushed))
-        return 0 if found is None or found.every == 1 else found.every  # a single one gains nothing
+        if found is None or found.every == 1:  # a single one gains nothing
+            return 0
+        return -(-found.every // PARTS) if self._holding.shared else found.every
 
     @property
     def _own(self) -> list[list[Stage]]:

@@ -114,9 +114,11 @@ def _loop(
     worker = Worker(
         mine, holding.method, setting.delays, link, executor, replicas=sums, residence=residence, **setting.worker
     )
-    order = Order(holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near)
+    order = Order(
+        holding.method.schedule, len(holding.stages), policy=policy, seed=setting.seed, near=near,
+        by_group=worker.executor.by_group,
+    )  # fmt: skip
     if stacks:
         order.leap, order.landed = partial(worker.executor.leap, order), worker.executor.land
-        order.by_group = worker.executor.by_group
     moves = store is not None and not isinstance(store, DeviceStore)
     return Loop(worker, order, holding.method, replica, shared, at_once=moves)

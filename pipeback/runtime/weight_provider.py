@@ -79,7 +79,9 @@ class ResidentWeights:
         self._rounds = any(stage.masters.weights for stage in stages.values())
         self._stash = method.copies == "stash"
         told = sampled(method)
-        self._forward_hook = overrides(method, "forward_weights") and (told is None or len(told.ahead) > 0)
+        self._forward_hook = overrides(method, "forward_weights") and (
+            told is None or len(told.ahead) > 0 or told.entry
+        )
         self._backward_hook = overrides(method, "backward_weights") or self._stash
         # whether every B runs on what F used, so that the method need not be asked
         self._on_used = self._stash and told is not None and told.used and not told.back

@@ -29,6 +29,10 @@ class Flushes:
     turns: int = 0
     begins = 0
 
+    def updated(self, backwards: int) -> int:
+        """How many of the micro-batches that have gone backward are in the weights between two flushes."""
+        return backwards
+
     def rounds(self, stage: int, stages: int, first: int) -> Iterator[Op]:
         """The rest of the program of a stage, from the flush that begins with micro-batch `first`."""
         for kind, i in self.schedule(stage, stages):

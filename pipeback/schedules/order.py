@@ -14,14 +14,14 @@ from itertools import chain, starmap
 from operator import add
 from typing import Any
 
-from pipeback.schedules.flushes import Flushes, FlushSpan, in_flushes, next_flush, next_group
+from pipeback.schedules.flushes import Flushes, FlushSpan, next_flush, next_group
 from pipeback.schedules.foreseen import Foreseen, richest
 from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, following, next_span
 from pipeback.schedules.split import after, splits
-from pipeback.schedules.warm_up import rounded
+from pipeback.schedules.warm_up import in_rounds, rounded
 from pipeback.schedules.waves import Ops as Ops  # executors take both from here
 from pipeback.schedules.waves import Wave as Wave
 from pipeback.schedules.worker_turns import Turns, by_worker
@@ -45,8 +45,10 @@ class Order:
     """
 
     def __init__(
-        self, schedule: Schedule, stages: int, *, policy: str = "grouped", seed: int = 0, near: int = 1
-    ) -> None:
+        self, schedule: Schedule, stages: int, *, policy: str = "grouped", seed: int = 0, near: int = 1,
+        by_group: bool = False,
+    ) -> None:  # fmt: skip
+        """by_group: whether `leap` does groups as a whole."""
         if policy not in POLICIES:
             raise ValueError(f"order {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
         self.stages, self.policy = stages, policy
@@ -58,7 +60,7 @@ class Order:
         # does ticks at which stages do the same, or a flush, and says how many; and is told when others follow
         self.leap: Callable[[TickSpan | FlushSpan], int] | None = None
         self.landed: Callable[[], None] = lambda: None
-        self.by_group = False  # whether `leap` does groups as a whole
+        self.by_group = by_group
         self.restart(schedule)
 
     def restart(self, schedule: Schedule) -> None:
@@ -66,7 +68,7 @@ class Order:
         n = self.stages
         self.start = self.arrived  # the programs count micro-batches from here
         self._back: Kind = "I" if splits(schedule, n) else "B"  # what another stage waits for
-        self._flow = (in_flushes(schedule) if self.policy == "skewed" else None) or rounded(schedule)
+        self._flow = in_rounds(schedule, by_group=self.by_group) if self.policy == "skewed" else rounded(schedule)
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
         self._ends = False  # whether the programs end with a group, so that the next one can be done as a whole
@@ -142,7 +144,7 @@ class Order:
         return {
             "arrived": self.arrived,
             "start": self.start,
-            "fetched": [a + self._ops(self._owed + b) for a, b in zip(self._fetched, self._leapt, strict=True)],
+            "fetched": [a + self._ops(s, self._owed + self._leapt[s]) for s, a in enumerate(self._fetched)],
             "forwards": list(self.forwards),
             "backwards": list(self.backwards),
             "updated": list(self.updated),
@@ -281,11 +283,12 @@ class Order:
         for s, first in enumerate(self.backwards):
             self._programs[s] = self._flow.rounds(s, self.stages, first)
             self._heads[s] = next(self._programs[s])
-            self._fetched[s] += self._ops(done[s])
+            self._fetched[s] += self._ops(s, done[s])
 
-    def _ops(self, rounds: int) -> int:
-        """The operations of so many rounds: F, B and, after every so many, U."""
-        return 2 * rounds + (rounds // self._flow.every if self._flow is not None else 0)
+    def _ops(self, s: int, rounds: int) -> int:
+        """The operations of the last so many rounds of a stage: F, B and, after every so many, U."""
+        flow, n = self._flow, self.backwards[s]
+        return 2 * rounds + (flow.updated(n) - flow.updated(n - rounds)) // flow.every if flow and rounds else 0
 
     def _ticks(self, done: Callable[[], bool] | None = None, *, until_input: bool = False) -> Iterator[Wave]:
         """Yield the waves of ticks while anything can be done. until_input: stop once the first stage awaits input."""
@@ -298,7 +301,7 @@ class Order:
             self._handed, told, foreseen = (), foreseen, None
             if self.leap is not None and (span := told or self._span()) and (leapt := self.leap(span)):
                 self.skip(span, leapt)
-                foreseen = following(span, self.forwards, self.backwards, self.updated, self.arrived - self.start)
+                foreseen = following(span, self.forwards, self.backwards, self.backwards, self.arrived - self.start)
                 continue
             self._land()
             busy = False
@@ -337,7 +340,8 @@ class Order:
             return self._group(flow) if self.by_group else None
         if flow is None or not flow.turns or self.backwards[0] < flow.begins:
             return None
-        return next_span(flow.turns, self.forwards, self.backwards, self.updated, self.arrived - self.start)
+        updated = self.updated if flow.every == 1 else self.backwards  # a tick has the updates that are due
+        return next_span(flow.turns, self.forwards, self.backwards, updated, self.arrived - self.start)
 
     def _group(self, flow: Flushes) -> FlushSpan | None:
         """Return the group that begins now; if one can soon, leave the forwards after it until it does."""
@@ -352,16 +356,12 @@ class Order:
     def skip(self, span: TickSpan | FlushSpan, ticks: int) -> None:
         """Count as done so many ticks of a span."""
         every, step = span.stages, span.stages.step
-        counts = self.forwards, self.backwards, self.updated, self._leapt
-        if ticks == 1:
-            for done in counts:
-                done[every.start : every.stop : step] = [n + 1 for n in done[every.start : every.stop : step]]
-            return
-        for s in range(self.stages):
-            # of two turns, that of these stages comes first
-            rounds = (ticks + step - 1 - (s - every.start) % step) // step
-            for done in counts:
-                done[s] += rounds
+        some = slice(every.start, every.stop, step) if ticks == 1 else slice(None)
+        # of two turns, that of these stages comes first
+        more = [(ticks + step - 1 - (s - every.start) % step) // step for s in range(self.stages)[some]]
+        for done in (self.forwards, self.backwards, self._leapt):
+            done[some] = map(add, done[some], more)
+        self.updated[some] = map(self._flow.updated, self.backwards[some])  # type: ignore[union-attr]
 
     def _land(self) -> None:
         """Go on with the programs after rounds that `leap` has done."""

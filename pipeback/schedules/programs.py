@@ -73,6 +73,11 @@ def flushed_in_flight(schedule: Schedule, stage: int, stages: int) -> int | None
     return int(m if schedule.func is _fill_drain else min(m, stages - stage))
 
 
+def fills(schedule: Schedule) -> bool:
+    """Whether it is `fill_drain`: no stage waits for a backward before all forwards of a flush are done."""
+    return isinstance(schedule, partial) and schedule.func is _fill_drain
+
+
 def by_worker(schedule: Schedule, owner: Sequence[int]) -> Schedule:
     """Each stage runs the program that its worker would run if its stages were one. owner: the worker of each stage."""
     return partial(_by_worker, schedule, tuple(owner))
@@ -130,7 +135,11 @@ class Flowing:
 
     @property
     def turns(self) -> int:
-        """In how many ticks of the order "skewed" every stage does one F, B and U once the pipeline is full: 1, or 2 if
-        stages of even and of odd number take turns; 0 if neither is so.
+        """In how many ticks of the order "skewed" every stage does one F, one B and the U that is due after it, if any,
+        once the pipeline is full: 1, or 2 if stages of even and of odd number take turns; 0 if neither is so.
         """
-        return {2: 1, 1: 2}.get(self.slack, 0) if self.every == 1 else 0
+        return {2: 1, 1: 2}.get(self.slack, 0)
+
+    def updated(self, backwards: int) -> int:
+        """How many of the micro-batches that have gone backward are in the weights between two rounds."""
+        return backwards - backwards % self.every

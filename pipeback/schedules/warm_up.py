@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from pipeback.schedules.flushes import Flushes, in_flushes
 from pipeback.schedules.ops import Op, Schedule, until
 from pipeback.schedules.programs import Flowing, fill_drain
 
@@ -17,7 +18,15 @@ class WarmUp:
 
     begins: int
     then: Flowing
-    every = 1  # the micro-batches of a round, where rounds are counted
+
+    @property
+    def every(self) -> int:
+        """The micro-batches of an update."""
+        return self.then.every
+
+    def updated(self, backwards: int) -> int:
+        """As `Flowing.updated`, after the warm-up."""
+        return self.begins + self.then.updated(backwards - self.begins)
 
     def __call__(self, stage: int, stages: int) -> Iterator[Op]:
         yield from until(fill_drain(self.then.every)(stage, stages), self.begins)
@@ -38,7 +47,17 @@ class WarmUp:
         return self.then.turns if self.then.turns == 1 else 0
 
 
-def rounded(schedule: Schedule) -> Flowing | WarmUp | None:
-    """Return a schedule that consists of rounds with an update each, perhaps after a warm-up; None for others."""
+def rounded(schedule: Schedule, *, several: bool = False) -> Flowing | WarmUp | None:
+    """Return a schedule that consists of rounds with an update each, perhaps after a warm-up; None for others.
+
+    several: whether rounds may be without an update, since it is made once in several micro-batches.
+    """
     flowing = schedule.then if isinstance(schedule, WarmUp) else schedule
-    return schedule if isinstance(flowing, Flowing) and flowing.every == 1 else None  # type: ignore[return-value]
+    fits = isinstance(flowing, Flowing) and (several or flowing.every == 1)
+    return schedule if fits else None  # type: ignore[return-value]
+
+
+def in_rounds(schedule: Schedule, *, by_group: bool) -> Flowing | WarmUp | Flushes | None:
+    """Return a schedule as what can be done at once of it: flushes, groups, if `by_group`, or rounds."""
+    found = in_flushes(schedule)
+    return found if found is not None and (by_group or not found.slack) else rounded(schedule, several=True)

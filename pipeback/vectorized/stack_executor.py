@@ -69,7 +69,8 @@ class StackExecutor:
     def _flush(self, order: Order, span: FlushSpan) -> int:
         worker = self.worker
         first = order.start + order.updated[0]
-        unjudged = not worker.stages[worker.last].judges and first + span.ticks == order.arrived
+        last = worker.stages[worker.last]
+        unjudged = last.last and not last.judges and first + span.ticks == order.arrived
         if not self.by_group or unjudged:  # outside, the newest is judged later (`begin_flush`)
             return 0
         self._flushing.run(first, span.ticks, worker.method.schedule_at(order.start, span.ticks))

@@ -37,7 +37,8 @@ def same(found, wanted, within=1e-10):
 
 def turns(case):
     """2 where stages of even and of odd number take turns."""
-    return getattr(CASES[case](S).schedule, "turns", 0)
+    method = CASES[case](S)
+    return 0 if method.fixed_groups else getattr(method.schedule, "turns", 0)
 
 
 class Twice(nn.Module):
@@ -55,9 +56,11 @@ class Twice(nn.Module):
 OWN = ("ef", "ef-horizon1", "pipeoptim", "msnag", "msnag-stash", "gap_aware", "dc_asgd", "dc_asgd-adaptive", "braking",
        "dc_asgd+pipeoptim", "gap_aware+msnag", "staleness_lr+ef")  # fmt: skip
 TURNED = ("eigendelay", "eigendelay-stash", "eigendelay-one-side")  # the same, in bases of their own
+# updates of several micro-batches, or forwards on older versions, which no compiled tick has
+SEVERAL = ("pipemare-t3", "pipeoptim-xpipe", "pipedream-vertical")
 LEAP = ("pb", "pb-v", "pb-slack1", "lwp", "lwp-horizon3", "sc", "sc-horizon2", "cerebras", "spectrain",
         "spectrain-slack2", "pipedream", "pipedream-slack2", "pipemare", "pipemare-t1", "pipemare-t2", "staleness_lr",
-        "spectrain-v2", "lwp-weight", "lwp-weight+sc", *OWN)  # fmt: skip
+        "spectrain-v2", "lwp-weight", "lwp-weight+sc", *OWN, *SEVERAL)  # fmt: skip
 
 # which consist of flushes, that are done as a whole
 FLUSH = ("gpipe", "gpipe-4", "one_f_one_b", "one_f_one_b-3", "zb_h1", "zb_h1-4", "zb_h2", "zb_h2-7", "interleaved",

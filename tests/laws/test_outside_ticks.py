@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import pipeback
-from pipeback.vectorized.stacks.stack import Stack
+from pipeback.vectorized.stacks import whole_cost
 from tests.helpers.choice import mostly_rare
 from tests.laws.as_one import S, doubles, model, same
 from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed
@@ -91,7 +91,7 @@ def test_whether_there_are_ticks(monkeypatch):
     xs = [x for x, _ in cut()[0]]
     assert build("pb", True).runs_ticks(xs)
     assert not build("pb", False).runs_ticks(xs)
-    monkeypatch.setattr(Stack, "gain", lambda stack, *, steps: 3.0)
+    monkeypatch.setattr(whole_cost, "gain", lambda stack, under, whole: 3.0)
     pipe = build("sgd", "auto")
     assert not pipe.runs_ticks(xs) and all(told.startswith("stage by stage") for told in pipe.vectorized.values())
 

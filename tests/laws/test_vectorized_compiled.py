@@ -13,7 +13,7 @@ import pipeback
 from pipeback.vectorized.making.cuda_graph import CudaGraphed
 from pipeback.vectorized.tracing.capture import capture_loss_stage
 from tests.helpers.choice import mostly_rare, rare
-from tests.laws.as_one import LEAP, S, Twice, decayed, doubles, model, pipelines, pushed, same, trained, turns
+from tests.laws.as_one import LEAP, SEVERAL, S, Twice, decayed, doubles, model, pipelines, pushed, same, trained, turns
 from tests.laws.cases import CASES, allowed, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -251,3 +251,13 @@ def test_stages_that_are_left_compile_on_their_own():
         and pipe._engine.stages[2].call is not pipe._engine.stages[2].module
     )
     same(found, wanted, 0)
+
+
+@pytest.mark.parametrize("case", mostly_rare(SEVERAL, "pipedream-vertical"))
+def test_ticks_that_are_not_compiled(case, leapt):
+    """Their forwards and backwards are compiled, and called tick by tick."""
+    one, _ = pipelines(case)
+    other = pipeline(model(), CASES[case](S), micro_batch_size=3, vectorize=True, compile=AOT)
+    same(pushed(other), pushed(one))
+    assert not sum(leapt)
+    assert all("which no compiled tick does" in told for name, told in other.vectorized.items() if name != "stage 0")

@@ -143,7 +143,7 @@ def trained(vectorize, make, shape, sizes, method="pb", dtype=torch.float64, hea
 @pytest.fixture
 def never_slower(monkeypatch):
     """Have "auto" choose whatever can run as one."""
-    monkeypatch.setattr("pipeback.vectorized.stacks.stack.Stack.gain", lambda stack, steps: 100.0)
+    monkeypatch.setattr("pipeback.vectorized.stacks.whole_cost.gain", lambda stack, under, whole: 100.0)
 
 
 @pytest.mark.parametrize(

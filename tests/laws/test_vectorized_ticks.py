@@ -13,13 +13,13 @@ from pipeback import methods
 from pipeback.methods.base import described
 from pipeback.methods.cerebras import Cerebras
 from tests.helpers.choice import mostly_rare
-from tests.laws.as_one import LEAP, OWN, TURNED, S, block, decayed, doubles, model, pipelines, pushed, same
+from tests.laws.as_one import LEAP, OWN, SEVERAL, TURNED, S, block, decayed, doubles, model, pipelines, pushed, same
 from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed, network, weights
 
 # of ticks that are done as one function, and of those that are not
 KINDS = (
     "pb", "pb-slack1", "lwp-horizon3", "sc", "cerebras", "spectrain-slack2", "pipedream", "pipemare", "gpipe-4",
-    "lwp-weight", "spectrain-v2", "ef",
+    "lwp-weight", "spectrain-v2", "ef", *SEVERAL,
 )  # fmt: skip
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
@@ -314,3 +314,32 @@ def test_hooks_of_a_subclass_are_asked(leapt):
     one, other = pipelines(Doubled())
     same(pushed(other), pushed(one))
     assert not any(leapt)
+
+
+GROUPS = {
+    "pipemare, 3": methods.create("pipemare", anneal=12, micro_batches=3),
+    "pipemare, 2, turns": methods.create("pipemare", anneal=12, micro_batches=2, slack=1),
+    "xpipe, 2, turns": methods.create("pipeoptim", micro_batches=2),
+    "xpipe, 17": methods.create("pipeoptim", slack=2, micro_batches=17),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["sgd", "adamw", "RMSprop"])
+@pytest.mark.parametrize("name", mostly_rare(GROUPS, "pipemare, 3", "xpipe, 2, turns"))
+def test_updates_of_several_micro_batches(name, optimizer, leapt):
+    """Each stage makes its own, at rates that change and within a tick of the others, with any optimizer."""
+    factory = OPTIMIZERS.get(optimizer, partial(torch.optim.RMSprop, lr=0.003))
+    found = []
+    for on in (False, True):
+        pipe = pipeback.Pipeline(
+            model(), loss=mse_loss, optimizer=factory, method=GROUPS[name], micro_batch_size=3, vectorize=on
+        )
+
+        def slower(n, pipe=pipe):
+            for s, one in enumerate(pipe.optimizers):
+                one.param_groups[0]["lr"] *= 0.9 + 0.01 * s
+
+        found.append([*pushed(pipe, (9, 1, 23, 2, 40), before=slower), pipe])
+    (*wanted, one), (*mine, other) = found
+    same(mine, wanted)
+    assert sorted(other.ledger) == sorted(one.ledger) and sum(leapt) > 30

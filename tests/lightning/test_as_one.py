@@ -19,7 +19,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
 from pipeback.lightning import PipelineMonitor
-from pipeback.vectorized.stacks.stack import Stack
+from pipeback.vectorized.stacks import whole_cost
 from tests.helpers.choice import mostly_rare
 from tests.laws.as_one import S, model, same
 from tests.laws.cases import CASES, STEADY, allowed
@@ -291,7 +291,7 @@ def test_options_that_do_not_go_with_it(options, more, told):
 @pytest.mark.parametrize(("case", "size"), [("sgd", 1), ("pb", None)])
 def test_auto_leaves_what_gains_nothing(case, size, monkeypatch):
     """With one micro-batch a batch, each would pass the stages alone."""
-    monkeypatch.setattr(Stack, "gain", lambda stack, *, steps: 3.0)
+    monkeypatch.setattr(whole_cost, "gain", lambda stack, under, whole: 3.0)
     wanted, _ = fitted(case, False, size)
     found, how = fitted(case, "auto", size)
     assert all(told.startswith("stage by stage") for told in how.vectorized.values()) and how.vectorized

@@ -33,7 +33,7 @@ def dropouts(model, p):
 @pytest.mark.parametrize("options", [{}, {"workers": 2}, {"vectorize": "auto"}], ids=str)
 def test_a_stage_that_begins_to_draw(options, monkeypatch):
     """The caller's random state stays, every runtime draws alike, and a state has the streams."""
-    monkeypatch.setattr("pipeback.vectorized.stacks.stack.Stack.gain", lambda stack, steps: 100.0)
+    monkeypatch.setattr("pipeback.vectorized.stacks.whole_cost.gain", lambda stack, under, whole: 100.0)
     found = []
     for some in ({}, options):
         model = sequence()

@@ -8,6 +8,9 @@ Within a flush the weights stay, so that a stage does with its M micro-batches
 and the update is that of the event loop, with its hooks and its clipping. Where the schedule holds fewer micro-batches
 at once, as 1F1B does, the flush is done in as many passes as that takes. Stages that cannot be graphs run one
 micro-batch after the other.
+
+A worker of several does so with its own stages, a part of the flush after the other, so that the next worker has work
+soon: first F of all parts and then B of all, as in GPipe, so that no worker waits for one that waits for it.
 """
 
 from __future__ import annotations
@@ -36,6 +39,7 @@ from pipeback.vectorized.stacks.eligible import flushes, torchs
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
 
+PARTS = 4  # in which a worker of several hands a flush on
 Left = tuple[Any, Sequence[Tensor]]  # the graphs of a stage, and what its F has saved for B
 
 
@@ -49,12 +53,12 @@ class Begun(NamedTuple):
 
 def able(worker: Worker) -> bool:
     """Whether a worker can do whole flushes, or groups."""
-    stages = worker.stages
-    return len(stages) == worker.count and flushes(worker.method, outside=not stages[worker.last].judges)
+    last = worker.stages[worker.last]
+    return flushes(worker.method, outside=last.last and not last.judges, shared=len(worker.stages) < worker.count)
 
 
 class WholeFlush:
-    """Does flushes for a worker that has all stages. one_by_one: does operations of stages that are no graphs.
+    """Does flushes for a worker: its own stages. one_by_one: does operations of stages that are no graphs.
 
     judged: is called with every micro-batch and its loss.
     """
@@ -83,6 +87,9 @@ class WholeFlush:
         held: Any = worker.residence.forward([(s, first) for s in worker.stages])  # an older version, for all of them
         self._begun = Begun(mbs, {stage.index: h.version for h in held for stage in h.stages})
         try:
+            if len(worker.stages) < worker.count:
+                self._run_part(mbs)
+                return
             for some in self._passes(mbs):
                 left, value = self._forth(some)
                 if pauses and some.stop == mbs.stop:
@@ -94,6 +101,21 @@ class WholeFlush:
             raise
         finally:
             worker.residence.after_backward(held)
+
+    def _run_part(self, mbs: range) -> None:
+        """Do all of a flush but the updates at the stages of this worker, one of several."""
+        worker, link = self.worker, self.worker.link
+        first, ahead = worker.first, []
+        for some in _divided(mbs, PARTS):
+            for i in some:
+                link.wait("F", first, i)
+            entered = type(link.box["F", first, some[0]]) is tuple
+            left, value = self._forth(some)
+            ahead.append((some, left, value, entered))
+        for some, left, value, entered in ahead:
+            back = self._back(some, left, value)
+            if first and back is not None:
+                self._send("B", first - 1, some, apart(back, len(some), entered))
 
     @property
     def begun(self) -> bool:
@@ -112,8 +134,8 @@ class WholeFlush:
             self._forget()
             raise
         self._begun = None
-        for stage, flights in zip(worker.stages.values(), self._held[1], strict=True):
-            stage.note_flights(flights)
+        for stage in worker.stages.values():
+            stage.note_flights(self._held[1][stage.index])
         records = [
             (2 * s + back, versions.get(s, stage.version)) for s, stage in worker.stages.items() for back in (0, 1)
         ]
@@ -134,9 +156,7 @@ class WholeFlush:
         begin = mbs.start
         for end in range(mbs.start + 1, mbs.stop + 1):
             if end == mbs.stop or self._form(end) != self._form(begin):
-                parts = -(-(end - begin) // most)
-                ends = [begin + (end - begin) * n // parts for n in range(parts + 1)]
-                yield from map(range, ends, ends[1:])
+                yield from _divided(range(begin, end), -(-(end - begin) // most))
                 begin = end
 
     def _form(self, i: int) -> Any:
@@ -158,10 +178,14 @@ class WholeFlush:
                 if stage.last and (found := self._judge(stage, mbs, value, packs)) is not None:
                     return left, found
                 value, packs, left[s] = self._forward(stage, mbs, value, packs)
+        if not stage.last and value is not None:
+            self._send("F", s + 1, mbs, apart(value, len(mbs), packs))
         return left, None
 
-    def _back(self, mbs: range, left: dict[int, Left | None], value: list[Any] | None) -> None:
-        """Do B of these micro-batches at the stages where something is left."""
+    def _back(self, mbs: range, left: dict[int, Left | None], value: list[Any] | None) -> list[Any] | None:
+        """Do B of these micro-batches at the stages where something is left; return the gradients (n, …) of the first
+        one's inputs, or None where they are messages.
+        """
         with torch.no_grad():
             for s in reversed(left):
                 value = self._backward(self.worker.stages[s], mbs, value, left[s])
@@ -169,6 +193,7 @@ class WholeFlush:
             stage.went_backward(self.worker.options[mbs[-1]])
         for i in mbs:
             del self.worker.options[i]
+        return value
 
     # -- F -----------------------------------------------------------------------------------------------------------
 
@@ -328,6 +353,13 @@ class WholeFlush:
         return StageError(
             f"{stage.label}, {numbered('micro-batch', list(mbs))}: the {what} failed: {error}", what, stage.index
         )
+
+
+def _divided(mbs: range, parts: int) -> Iterator[range]:
+    """Yield so many parts of the micro-batches, about equally many each."""
+    n = min(parts, len(mbs))
+    ends = [mbs.start + len(mbs) * k // n for k in range(n + 1)]
+    return map(range, ends, ends[1:])
 
 
 def _records(records: Sequence[tuple[int, int]], mbs: range) -> tuple[list[int], list[int], list[int]]:

@@ -57,12 +57,12 @@ def ways(
     """
     given = stages, weights, trained, xs, kind, places, length
     rings, rows = verified(*given, recompute=recompute), len(stages)
-    calls = [trial(rings.written, weights, trained, kind, rings.device, rows=rows)]
+    calls = [trial(rings.written, weights, kind, rings.device, rows=rows)]
     found = [Tried(Way(), rings, calls[0])]
     if recompute or not _convolves(rings.written) or torch.are_deterministic_algorithms_enabled():
         return found
     if rows == 1:
-        call = trial(rings.written, weights, trained, kind, rings.device, rows=rows, change=channels_last)
+        call = trial(rings.written, weights, kind, rings.device, rows=rows, change=channels_last)
         found.append(Tried(Way(last=True), rings, call))
     if all(shape[:1] == (1,) for shape, _ in kind.inputs) and all(w.is_contiguous() for w in weights):
         try:
@@ -70,7 +70,7 @@ def ways(
         except Unfit:
             pass  # not every convolution can be written so
         else:
-            call = trial(other.written, weights, trained, kind, rings.device, rows=rows)
+            call = trial(other.written, weights, kind, rings.device, rows=rows)
             found.append(Tried(Way(products=True), other, call))
     times = seconds([one.call for one in found], rings.device)
     timed = [one._replace(seconds=time) for one, time in zip(found, times, strict=True)]

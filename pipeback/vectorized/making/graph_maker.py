@@ -20,7 +20,7 @@ from pipeback.vectorized.making.fastest_way import Tried, Way, ways
 from pipeback.vectorized.making.resized import Otherwise
 from pipeback.vectorized.making.shared_graphs import SharedGraphs
 from pipeback.vectorized.making.sizes import Sizes
-from pipeback.vectorized.making.timing import called, channels_last, flush_gain, gain, seconds, trial
+from pipeback.vectorized.making.timing import channels_last, flush_gain, gain
 from pipeback.vectorized.making.verify import captured, examples, resized_alike, verified
 from pipeback.vectorized.steps.rows import Rows
 from pipeback.vectorized.tracing.capture import Unfit
@@ -148,16 +148,10 @@ class GraphMaker:
 
     # -- how fast they are -------------------------------------------------------------------------------------------
 
-    def gain(self, waiting: Waiting, *, steps: bool) -> float:
-        """Return the speed-up of F and B of all rows at once over autograd, one stage after the other.
-
-        steps: with a step of momentum SGD.
-        """
+    def gain(self, waiting: Waiting) -> float:
+        """Return the speed-up of F and B of all rows at once over autograd, one stage after the other."""
         rows, change = self.rows, channels_last if self.way.last else Tensor.detach
-        return gain(
-            self.stages, waiting.written, rows.weights, rows.trained, waiting.kind, waiting.device,
-            steps=steps and self.fuse is None, change=change,
-        )  # fmt: skip
+        return gain(self.stages, waiting.written, rows.weights, waiting.kind, waiting.device, change=change)
 
     def flush_gain(self, kind: Kind, count: int) -> float:
         """Return the speed-up of F and B of so many micro-batches at once, at one stage, over one after the other."""
@@ -165,19 +159,10 @@ class GraphMaker:
         xs = [torch.stack([v] * count) for v in self._examples(kind, None)]
         return flush_gain(stage, self.shared(kind).at(count, xs), xs, device, whole=kind.packed)
 
-    def faster_apart(self, waiting: Waiting, by: float) -> bool:
-        """Return whether F and B of each stage as a graph of its own are faster, by a factor, than all as one."""
-        n, kind, last = len(self.stages), waiting.kind, self.stages[-1]
-        if n == 1 or not self.plain:
-            return False
-        trained, device = self.rows.trained, waiting.device
-        every = [[p.detach() for p in stage.module.parameters()] for stage in self.stages]
-        found = ways([last], every[-1], trained, self._examples(kind, None), kind, [0], 1)[0]
-        change = channels_last if found.way.last else Tensor.detach
-        # each on weights of its own, which are not in the cache when its turn comes
-        written = found.rings.written
-        calls = called(written, len(every[-1]), trained)
-        apart = [trial(written, mine, trained, kind, device, rows=1, change=change, calls=calls) for mine in every]
-        together = trial(waiting.written, self.rows.weights, trained, kind, device, rows=n)
-        times = seconds([lambda: [call() for call in apart], together], device)
-        return times[0] * by < times[1]
+    def single(self, kind: Kind) -> Tried | None:
+        """Return the fastest graphs of the last stage by itself; None if there are none other than those of all."""
+        if len(self.stages) == 1 or not self.plain:
+            return None
+        last = self.stages[-1]
+        weights = [p.detach() for p in last.module.parameters()]
+        return ways([last], weights, self.rows.trained, self._examples(kind, None), kind, [0], 1)[0]

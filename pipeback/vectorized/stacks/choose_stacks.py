@@ -31,7 +31,7 @@ class Shaper(NamedTuple):
     def turns(self) -> int:
         """Of how many kinds the stages are: 2 if those of even and of odd number take turns."""
         schedule = self.method.schedule
-        return max(1, schedule.turns) if isinstance(schedule, Flowing) else 1
+        return max(1, schedule.turns) if isinstance(schedule, Flowing) and not self.method.fixed_groups else 1
 
     def stack(self, stages: Sequence[Stage]) -> Stack:
         """Return a stack of these stages."""
@@ -104,7 +104,8 @@ def _shaper(method: Method, compile: bool | dict[str, Any], vectorize: bool | st
 
 def _groups(stages: Sequence[Stage], method: Method, count: int, owner: Sequence[int] | None) -> list[list[Stage]]:
     groups = alike(stages, Shaper(method, count, None, False).turns, owner)
-    if leaps(method) or (owner is None and flushes(method, outside=not stages[-1].judges)):
+    outside = stages[-1].last and not stages[-1].judges
+    if leaps(method) or flushes(method, outside=outside, shared=owner is not None):
         return groups
     # stages without weights, and single ones, gain nothing
     return [group for group in groups if len(group) >= LEAST and group[0].params]

@@ -10,7 +10,7 @@ import torch
 
 from pipeback.methods.base import HOOKS, Method, When, described, overrides
 from pipeback.schedules.flushes import in_flushes
-from pipeback.schedules.programs import Flowing
+from pipeback.schedules.programs import Flowing, fills
 
 AMONG = 3  # stages, of which a method is asked what it keeps
 
@@ -20,10 +20,13 @@ def leaps(method: Method) -> bool:
     return why_not(method) is None
 
 
-def flushes(method: Method, *, outside: bool = False) -> bool:
+def flushes(method: Method, *, outside: bool = False, shared: bool = False) -> bool:
     """Whether a method consists of flushes or groups, of which a stage can do all micro-batches at once. outside:
-    whether the loss is computed outside of the pipeline.
+    whether the loss is computed outside of the pipeline. shared: whether several workers have parts of the stages; then
+    no stage may wait for a backward before its forwards are done.
     """
+    if shared and (outside or not fills(method.schedule)):
+        return False
     found = in_flushes(method.schedule)
     if found is None or found.slack:
         return found is not None and method.fixed_groups and not outside
@@ -34,22 +37,15 @@ def why_not(method: Method) -> str | None:
     """Why no tick of a method is one function; None if some are."""
     schedule = method.schedule
     if not isinstance(schedule, Flowing):
-        return "between its flushes, stages do different things at a tick"
-    if schedule.every > 1:
-        return f"it updates once in {schedule.every} micro-batches, so that ticks differ"
+        told = "between its flushes, stages do different things at a tick"
+        return f"{told}; several workers do whole flushes of gpipe alone" if flushes(method) else told
     if not schedule.turns:
         return f"at slack={schedule.slack} stages are not busy at the same ticks"
-    if any(method.history(s, AMONG) for s in range(AMONG)):
+    if any(method.history(s, AMONG) for s in range(AMONG)) and not method.needs_entry:
         return "its forwards run on older weights than the newest, and no tick looks for these"
     if not described(method) or (method.copies == "stash" and not stashes(method)):
         return "its weights or its update are more than a `pipeback.methods.base.Correction` can say"
     return None
-
-
-def steps_rows(method: Method) -> bool:
-    """Whether a tick calls the method's own update with rows."""
-    correction = method.correction(When(0, 1, 0, 0, 0), {})
-    return correction is not None and correction.own
 
 
 def stashes(method: Method) -> bool:

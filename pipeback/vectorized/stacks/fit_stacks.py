@@ -12,8 +12,9 @@ from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
+from pipeback.vectorized.stacks import whole_cost
 from pipeback.vectorized.stacks.choose_stacks import Shaper
-from pipeback.vectorized.stacks.eligible import steps_rows, why_not
+from pipeback.vectorized.stacks.eligible import why_not
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.stacks.stage_inputs import StageInputs
 from pipeback.vectorized.tracing.capture import Unfit, Unlike
@@ -22,12 +23,9 @@ from pipeback.vectorized.tracing.forms import leaves
 # the speed-up of F and B from which "auto" runs stages as one where ticks are interpreted stage by stage: it covers the
 # overhead, which is larger where only every second stage is busy at a tick (`pipeback bench auto` measures it)
 ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # with fewer than SPARSE ticks per micro-batch ALL holds, otherwise SOME
-# the same where a tick is one function: a small stack gains little, and its gain is measured roughly. A single stage
-# takes work from the event loop, which the gain of F and B does not count
+# the same of F, B and U where a tick is one function: a small stack gains little, and its gain is measured roughly. A
+# single stage takes work from the event loop, which is not measured
 WHOLE, SINGLE = 1.05, 1.0
-# a method's own update is one call for all rows, too, and not one per stage and weight: that is more than F and B may
-# lose as one
-OWN = 0.7
 CLEARLY = 1.05  # by how much a way of running stages has to be faster than the other to be taken instead of it
 
 Reasons = dict[str, str]  # what is told of stacks, by their names
@@ -50,6 +48,17 @@ class Request(NamedTuple):
     flush: int = 0
 
     @property
+    def conditions(self) -> whole_cost.Conditions:
+        """Under which stages are timed."""
+        return whole_cost.Conditions(self.method, self.method.delays(self.stages), self.options)
+
+    @property
+    def several(self) -> int:
+        """The micro-batches of an update, if there are several; else 0."""
+        every = getattr(self.method.schedule, "every", 1)
+        return every if every > 1 else 0
+
+    @property
     def waits(self) -> float:
         """The ticks per micro-batch at which some stages wait for the last of those that come together."""
         return (self.stages - 1) / self.together if self.together else 0.0
@@ -70,7 +79,10 @@ class Request(NamedTuple):
         for stack in stacks:
             if stack.plan.masters:
                 return "each stage steps its masters and rounds them"
-            if not stack.plan.step([self.options] * len(stack.stages)):
+            if stack.maker.fuse is not None and (self.several or self.method.needs_entry):
+                when = f"it updates once in {self.several} micro-batches" if self.several else "it keeps versions"
+                return f"{when}, which no compiled tick does"
+            if not self.several and not stack.plan.step([self.options] * len(stack.stages)):
                 kind = type(stack.stages[0].optimizer).__name__
                 return f"the step of {kind} with its options or hooks is not that of momentum SGD, Adam or AdamW alone"
         return None
@@ -144,9 +156,10 @@ def _divided(
             else:
                 told += "" if leap else f"; no tick is one function: {reason}"
                 timed = asked.vectorize == "auto" and not torch.are_deterministic_algorithms_enabled()
-                # an update with rows, which is not timed, saves more than graphs of single stages do
                 apart = apart and timed and not asked.flush
-                apart = apart and (not pays or (not steps_rows(asked.method) and stack.faster_apart(CLEARLY)))
+                apart = apart and (
+                    not pays or (asked.several == 0 and whole_cost.faster_apart(stack, asked.conditions, CLEARLY))
+                )
         if apart:
             waiting[:0] = [shaper.stack([stage]) for stage in stack.stages]
             continue
@@ -202,19 +215,20 @@ def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tupl
     if asked.flush:
         return _judged_flush(stack, asked)
     ticks = 1.0 if leap else calls(asked.method.schedule, asked.stages, stack)
-    times = stack.gain(steps=leap) / (ticks + asked.waits)
+    whole = leap and not asked.several and not asked.method.needs_entry
+    times = whole_cost.gain(stack, asked.conditions, whole=whole) / (ticks + asked.waits)
     full = shaper.turns == 1 and ticks < SPARSE
-    several = OWN if steps_rows(asked.method) else WHOLE
-    enough = (SINGLE if stack.alone else several) if leap else ALL if full else SOME
+    enough = (SINGLE if stack.alone else WHOLE) if leap else ALL if full else SOME
     as_one = "as a graph" if stack.alone else "as one"
+    what = "F, B and U" if whole and stack.maker.plain else "F and B"
     if torch.are_deterministic_algorithms_enabled() and asked.vectorize == "auto":  # times must not change bits
         return leap, as_one if leap else f"stage by stage: {as_one} pays seldom with {asked.method!r}, and is not timed"
     if (stack.alone and not leap) or (asked.vectorize == "auto" and times < enough):
         return False, (
-            f"stage by stage: {as_one}, F and B are {times:.2f} times as fast, which pays from {enough:g} on with "
+            f"stage by stage: {as_one}, {what} are {times:.2f} times as fast, which pays from {enough:g} on with "
             f"these options and {asked.method!r}"
         )
-    return True, f"{as_one}, which makes F and B {times:.1f} times as fast"
+    return True, f"{as_one}, which makes {what} {times:.1f} times as fast"
 
 
 def _judged_flush(stack: Stack, asked: Request) -> tuple[bool, str]:

@@ -24,6 +24,7 @@ from pipeback.stages.flight import Flight
 from pipeback.stages.stage import Stage
 from pipeback.stages.tracing_lock import TRACING
 from pipeback.tensors.layout import Message
+from pipeback.vectorized.buffers.version_ring import VersionRing
 from pipeback.vectorized.buffers.waiting import Turns, Waiting
 from pipeback.vectorized.buffers.weight_ring import WeightRing
 from pipeback.vectorized.making.bounded_cache import BoundedCache
@@ -69,7 +70,7 @@ class Stack:
         self.stages, self.places = list(stages), list(places)
         self.first, self.last = stages[0].index, stages[-1].index
         self.numbers = [stage.index for stage in stages]
-        self.stash: WeightRing | None = None  # allocated when a tick first needs it
+        self.stash: WeightRing | VersionRing | None = None  # allocated when a tick first needs it
         self.spare: list[Tensor] = []  # memory for the weights, allocated likewise
         # the calls of the stages one by one
         self.calls = [stage.call if stage.stack is None else stage.stack.call_of(stage) for stage in stages]
@@ -108,9 +109,16 @@ class Stack:
         kinds = set(self._kinds.values())
         return kinds.pop() if len(kinds) == 1 else None
 
-    def moved_on(self, rounds: Sequence[int], f: Sequence[int], b: Sequence[int], options: Mapping[int, Any]) -> None:
+    def moved_on(
+        self,
+        rounds: Sequence[int],
+        f: Sequence[int],
+        b: Sequence[int],
+        options: Mapping[int, Any],
+        versions: Mapping[int, Sequence[int]],
+    ) -> None:
         """Note that stages have done rounds of F, B and U. rounds: of every stage of the pipeline; f, b: likewise, the
-        micro-batches of the first of these F and B.
+        micro-batches of the first of these F and B. versions: by stage, those on which its F ran.
 
         options: those of the micro-batches that are in flight now, and of the last one that was not. Finished flights
         are reused for as many new ones.
@@ -121,9 +129,8 @@ class Stack:
                 continue
             count, done = f[s] - b[s], b[s] + rounds[s]
             gone, came = min(count, rounds[s]), max(f[s], done)
-            version = stage.version - f[s]  # of micro-batch i: version + i
             for i, flight in enumerate([flights.pop(i) for i in range(b[s], b[s] + gone)], came):
-                flight.version, flight.options = version + i, options[i]
+                flight.version, flight.options = versions[s][i - f[s]], options[i]
                 flights[i] = flight
             stage.went_backward(options[done - 1])
             stage.note_flights(count + 1)
@@ -148,12 +155,12 @@ class Stack:
     @property
     def beside(self) -> int:
         """Bytes of all stages other than weights and ring buffers in use: for forms of micro-batches that may return,
-        stashed versions, and copies of the weights for the step.
+        stashed versions, copies of the weights for the step, and sums of gradients.
         """
         versions = sum((stage.versions.peak - 1) * stage.bytes() for stage in self.stages)
         stash = 0 if self.stash is None else max(0, self.stash.nbytes - int(versions))
         idle = sum(self._rings[kind].nbytes for kind in self._rings.idle(self._busy))
-        return idle + stash + sum(w.nbytes for w in self.spare)
+        return idle + stash + sum(w.nbytes for w in (*self.spare, *self.plan.totals))
 
     @property
     def _busy(self) -> set[Kind]:
@@ -229,17 +236,18 @@ class Stack:
         if waiting is not None:
             self._hold(waiting)
 
-    def gain(self, *, steps: bool) -> float:
+    @property
+    def sample(self) -> Waiting:
+        """The graphs of the first micro-batch."""
+        return self._rings[self.known]
+
+    def gain(self) -> float:
         """As `GraphMaker.gain`."""
-        return self.maker.gain(self._rings[self.known], steps=steps)
+        return self.maker.gain(self.sample)
 
     def flush_gain(self, count: int) -> float:
         """As `GraphMaker.flush_gain`."""
         return self.maker.flush_gain(self.known, count)
-
-    def faster_apart(self, by: float) -> bool:
-        """As `GraphMaker.faster_apart`."""
-        return self.maker.faster_apart(self._rings[self.known], by)
 
     def _make_room(self, kind: Kind) -> None:
         """Keep memory for this kind, for those in flight and, if these are few, for the kind before; free all other."""

@@ -38,7 +38,7 @@ class AskedSteps:
         """
         correction = partial(self._correction, plan.stages, fore, back, updates)
         asked = Asked(self.worker.method, self.worker.delays, correction) if self._corrects else None
-        return plan.step(back, asked, *fore)
+        return plan.summed(asked, *back, *fore) if plan.totals else plan.step(back, asked, *fore)
 
     def _correction(
         self, stages: Sequence[Stage], fore: Sequence[Options], back: Sequence[Options], updates: int

@@ -14,9 +14,10 @@ from torch import Tensor
 from pipeback.vectorized.steps.adam_rows import FIRST, SECOND, STEP, AdamStep
 from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.summed_step import SummedStep
 
 T = TypeVar("T")
-AnyStep = Step | AdamStep | OwnStep
+AnyStep = Step | AdamStep | OwnStep | SummedStep
 
 
 class RowTensors:
@@ -65,7 +66,9 @@ class RowTensors:
         return buffers
 
     def kept(self, step: AnyStep) -> list[Any]:
-        """Return the state of the optimizers: velocities, or p, q and the numbers of updates."""
+        """Return the state of the optimizers: velocities, or p, q and the numbers of updates; none if others step."""
+        if isinstance(step, SummedStep):
+            return []
         step = step.base if isinstance(step, OwnStep) else step
         if isinstance(step, AdamStep):
             return self._beside(FIRST, SECOND, STEP)
@@ -142,6 +145,9 @@ class RowTensors:
         used: Sequence[Tensor] | None = None,
     ) -> None:
         """Step the weights with these gradients. some: see `follow`. used: what F ran on, if that differs."""
+        if isinstance(step, SummedStep):
+            step.move(grads)
+            return
         if isinstance(step, OwnStep):
             step.move(self.stepped, grads, used, self.kept(step), self.move)
             return

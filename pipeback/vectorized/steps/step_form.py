@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeback.vectorized.steps.adam_rows import AdamStep, adapted
 from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.row_tensors import AnyStep, RowTensors
+from pipeback.vectorized.steps.summed_step import SummedStep
 
 Slots = Sequence[Tensor] | Tensor
 
@@ -53,7 +54,7 @@ def count(rows: RowTensors, step: AnyStep) -> None:
 
 
 def numbers(rows: RowTensors, step: AnyStep) -> Numbers:
-    if isinstance(step, OwnStep):
+    if isinstance(step, OwnStep | SummedStep):
         return ()
     if isinstance(step, AdamStep):
         return step.columns, *step.spikes
@@ -72,7 +73,7 @@ class How(NamedTuple):
 
     @classmethod
     def of(cls, step: AnyStep) -> How:
-        if isinstance(step, OwnStep):
+        if isinstance(step, OwnStep | SummedStep):
             return cls(noted, False)
         if isinstance(step, AdamStep):
             return cls(partial(adapted, step.settings), False)

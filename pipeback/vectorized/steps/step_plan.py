@@ -6,6 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, TypeVar
 
+import torch
+from torch import Tensor
+
 from pipeback.methods.base import Correction, Method
 from pipeback.private import hooked
 from pipeback.stages.joint_optimizer import Options, rates_of
@@ -17,6 +20,7 @@ from pipeback.vectorized.steps.row_state import RowState
 from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.rows import Rows
 from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.summed_step import SummedStep
 
 T = TypeVar("T")
 
@@ -34,8 +38,10 @@ class StepPlan:
 
     def __init__(self, rows: Rows) -> None:
         self.rows, self.stages = rows, rows.stages
+        self.totals: list[Tensor] = []  # sums of gradients, where stages make their own updates
         self.state = RowState(self.stages, rows.state)
         self._known: tuple[list[Options], AnyStep | None] = ([], None)
+        self._summing: tuple[list[Options], SummedStep | None] = ([], None)
 
     def step(self, options: Sequence[Options], corrected: Asked | None = None, *others: Options) -> AnyStep | None:
         """Return the step that the stages' options ask for; None unless all ask for the same Adam or momentum SGD, and
@@ -54,11 +60,15 @@ class StepPlan:
                 own = correction.own and bool(self.rows.stepped)
                 step = self._own(plain, correction, corrected, options) if own else self._corrected(plain, correction)
             self._known = asked, step
-        elif step is not None and step.varies and corrected is not None and not isinstance(step, OwnStep):
+        elif step is not None and step.varies and corrected is not None and isinstance(step, Step | AdamStep):
             correction = corrected.correction()
             step = replace(step, rates=self._by_weight(correction.rates), varies=correction.varies)
             self._known = asked, step
         return step
+
+    def sum_up(self) -> None:
+        """From now on sum gradients, since the stages make their own updates, of several micro-batches each."""
+        self.totals = self.totals or list(map(torch.zeros_like, self.rows.stepped))
 
     @property
     def masters(self) -> bool:
@@ -99,15 +109,33 @@ class StepPlan:
         spiked = step.momentum and any(map(any, late))
         return replace(step, late=late if spiked else [], **mine)
 
+    def summed(self, corrected: Asked | None, *options: Options) -> SummedStep:
+        """Return what a tick does where the stages make their own updates: `sum_up` came before. corrected: see `step`.
+
+        options: of F and B, per stage.
+        """
+        known, step = self._summing
+        if step is None or len(known) != len(options) or any(a is not b for a, b in zip(known, options, strict=True)):
+            step = self._shifting(Correction() if corrected is None else corrected.correction())
+            self._summing = list(options), step
+        return step
+
+    def _shifting(self, correction: Correction) -> SummedStep:
+        ahead, back = self._shifts(correction)
+        renewed = self.rows.state(correction.group) if correction.group else ()
+        return SummedStep(self.totals, ahead, back, renewed=renewed)
+
+    def _shifts(self, correction: Correction) -> list[Sequence[Tensor]]:
+        """Return the columns of F and of B."""
+        some = correction.ahead, correction.back
+        return [columns(self._by_weight(one), self.rows.stepped) if any(one) else () for one in some]
+
     def _own(
         self, step: Step | AdamStep, correction: Correction, asked: Asked, options: Sequence[Options]
     ) -> OwnStep | None:
         if isinstance(step, AdamStep) and not correction.along and any([*correction.ahead, *correction.back]):
             return None  # there is no velocity
-        ahead, back = (
-            columns(self._by_weight(some), self.rows.stepped) if any(some) else ()
-            for some in (correction.ahead, correction.back)
-        )
+        ahead, back = self._shifts(correction)
         first = self.stages[0]
         return OwnStep(
             asked.method, step, self.state, numbered_groups(first, options[0]),

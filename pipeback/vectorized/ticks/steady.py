@@ -34,6 +34,7 @@ from pipeback.vectorized.ticks.loss_stage import LossStage, form
 from pipeback.vectorized.ticks.output_stage import OutputStage
 from pipeback.vectorized.ticks.steady_run import SteadyRun
 from pipeback.vectorized.ticks.tick import StackTick
+from pipeback.vectorized.ticks.updates_by_group import UpdatesByGroup
 from pipeback.vectorized.ticks.wiring import Where, wire
 from pipeback.vectorized.tracing.capture import Unfit, capture_loss_stage
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves
@@ -47,6 +48,8 @@ class Steady:
         schedule = worker.method.schedule
         whole = leaps(worker.method) and not any(stack.plan.masters for stack in stacks)
         self.turns = schedule.turns if whole and isinstance(schedule, Flowing) else 0
+        self.every = schedule.every if isinstance(schedule, Flowing) else 1
+        self.plain = self.every > 1 or worker.method.needs_entry  # whether no tick is compiled
         self.last = worker.stages[worker.last]
         self._run: SteadyRun | None = None
         self._mode: Any = None  # what the last stage's graph relies on, when the run began
@@ -65,7 +68,7 @@ class Steady:
         """Run as many ticks of a span as possible, and return their number."""
         compile = self.stacks[0].maker.fuse
         every = range(span.stages.start % span.stages.step, self.worker.count, span.stages.step)
-        if not self.turns or (compile is not None and len(span.stages) < len(every)):
+        if not self.turns or (compile is not None and (self.plain or len(span.stages) < len(every))):
             return 0
         if self._run is not None and (self._run.long or self._undecided or self._outdated()):
             self.finish()
@@ -110,9 +113,10 @@ class Steady:
             return None
         forwards = [order.start + i for i in order.forwards]
         backwards = [order.start + i for i in order.backwards]
-        run = SteadyRun(self.worker, self.judged, self._asked, *ready, self.turns, forwards, backwards)
+        groups = self._by_group(order.start) if self.every > 1 else None
+        run = SteadyRun(self.worker, self.judged, self._asked, *ready, self.turns, forwards, backwards, groups)
         judge, self._undecided = None, False
-        if self._may_judge:
+        if self._may_judge and not self.plain:
             x = self._judged = self.worker.link.box.get(("F", self.last.index, forwards[-1]), self._judged)
             if x is None:
                 self._undecided = True  # after one tick there is an input to make a graph for
@@ -122,6 +126,13 @@ class Steady:
         run.take(judge, self._plan)
         run.begin()
         return run
+
+    def _by_group(self, start: int) -> UpdatesByGroup:
+        """Return what makes the updates where they are of several micro-batches. start: the first micro-batch since the
+        pipeline was empty.
+        """
+        begins: int = getattr(self.worker.method.schedule_at(start, 1), "begins", 0)  # after a warm-up
+        return UpdatesByGroup(self.worker, self.stacks, self.every, 3 - self.turns, start + begins)
 
     def _ready(self) -> tuple[list[StackTick], Where] | None:
         kinds = [kind for stack in self.stacks if (kind := stack.one_kind) is not None]

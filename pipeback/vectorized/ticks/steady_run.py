@@ -20,7 +20,9 @@ from pipeback.runtime.worker import Worker
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.joint_optimizer import Options
 from pipeback.tensors.copies import to_device
+from pipeback.vectorized.buffers.version_ring import EntryVersions
 from pipeback.vectorized.making.cuda_graph import CudaGraphed
+from pipeback.vectorized.stacks.eager_tick import drifted
 from pipeback.vectorized.steps.asked_steps import AskedSteps
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.own_step import OwnStep
@@ -29,11 +31,11 @@ from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.step_form import count
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.ticks.catch_up import Rounds
-from pipeback.vectorized.ticks.eager_tick import drifted
 from pipeback.vectorized.ticks.loss_stage import LossStage, form
 from pipeback.vectorized.ticks.output_stage import OutputStage
 from pipeback.vectorized.ticks.tick import Parts, StackTick
 from pipeback.vectorized.ticks.turn import StackRows, Turn
+from pipeback.vectorized.ticks.updates_by_group import UpdatesByGroup
 from pipeback.vectorized.ticks.wiring import Where, give, take
 from pipeback.vectorized.tracing.forms import packed
 
@@ -58,11 +60,14 @@ class SteadyRun:
         turns: int,
         f: Sequence[int],
         b: Sequence[int],
+        groups: UpdatesByGroup | None = None,
     ) -> None:
+        """groups: None: every round has an update, which is part of its tick."""
         self.worker, self.judged, self.asked, self.moving, self.where = worker, judged, asked, list(moving), where
-        self.count, self._joint = turns, JointStep()
+        self.count, self._joint, self.groups = turns, JointStep(), groups
         # of each stage, the next micro-batches; to these come the rounds of its turn
         self.f, self.b = list(f), list(b)
+        self.entered = EntryVersions(worker.start, worker.base, 3 - turns) if worker.method.needs_entry else None
         self._began = list(f), list(b)
         self.turns: list[Turn] = []  # of the even stages, and of the odd ones
         self.judge: LossStage | OutputStage | None = None
@@ -107,7 +112,7 @@ class SteadyRun:
         with torch.no_grad():
             for one in self.moving:
                 if self.worker.stash:
-                    one.take_weights()
+                    one.take_weights(self.entered)
                 if self.asked.along in one.stack.stages[0].state:
                     one.take_drift(self.asked.along)
             take(self.moving, self.where, self._next(), self.worker.link.box)
@@ -157,7 +162,7 @@ class SteadyRun:
         if len(mine) < turn.size:
             parts = turn.parts(mine)
             ready = self._ready(turn, mine) and not turn.varies
-            if not ready or compiled is not None or not all(map(_able, parts)):
+            if not ready or compiled is not None or not all(part.able for part in parts):
                 return
             self._tick(turn, parts, mine)
             for s in mine:
@@ -201,7 +206,7 @@ class SteadyRun:
 
     def _steps(self, turn: Turn) -> list[AnyStep] | None:
         """Return the steps of each stack's weights, and then of the last stage's, at the next tick of a turn."""
-        if turn.steps and self.uniform and not turn.varies:
+        if turn.steps and self.uniform and not turn.varies and self.groups is None:
             return turn.steps
         found = [self._step(plan, turn.rounds) for plan in turn.plans]
         turn.steps = [step for step in found if step is not None]
@@ -217,7 +222,8 @@ class SteadyRun:
         else:
             numbers = [stage.index for stage in plan.stages]
             fore, back = ([self.options.get(i[n] + rounds, self._now) for n in numbers] for i in (self.f, self.b))
-        return self.asked.step(plan, fore, back, rounds)
+        step = self.asked.step(plan, fore, back, rounds)
+        return step if self.groups is None else self.groups.step(step, plan.stages, self.f, rounds)
 
     def _question(self, turn: Turn) -> Asked:
         """Return the micro-batch that the last stage judges now."""
@@ -234,6 +240,8 @@ class SteadyRun:
         if worker.began is not None:
             worker.began(("F", stages[0], f[stages[0]] + k))
         if others:
+            if self.entered is not None:
+                worker.entries |= {f[s] + k: self.entered.entry(worker.stages[s], f[s] + k) for s in others}
             worker.forward([(s, f[s] + k) for s in others])
         come = [(kind, s) for _, kind, s in turn.entering if s in stages]
         messages = {s: link.recv("F", s, f[s] + k) for kind, s in come if kind == "F"}
@@ -249,7 +257,11 @@ class SteadyRun:
         if others:
             ops = [(s, b[s] + k) for s in others]
             worker.backward(ops)
-            worker.update(ops)
+            if self.groups is None:
+                worker.update(ops)
+        if self.groups is not None:
+            came = [(s, b[s] + k) for s in sorted([*turn.inside, *turn.others]) if s in stages]
+            self.groups.done(came, lambda i: self.options.get(i, self._now))
 
     def _leave(self, turn: Turn, mine: StackTick, stages: range, kind: Literal["F", "B"]) -> None:
         """Send what a stack has computed for stages outside of all stacks."""
@@ -370,16 +382,11 @@ class SteadyRun:
         with torch.no_grad():
             give(self.moving, self.where, self._next(), self.worker.link.box)
         done = [self.rounds(s) for s in range(self.worker.count)]
-        rounds = Rounds(self.worker, done, *self._began, self.count)
+        rounds = Rounds(self.worker, done, *self._began, self.count, self.groups, self.entered)
         for turn in self.turns:
             for plan in turn.plans:
                 plan.state.give()
         rounds.tell(self.moving, self.judge, self.options, stashes=self.worker.stash)
-
-
-def _able(part: StackRows) -> bool:
-    """Whether the rows can do a tick without the others."""
-    return part.rows == part.one.all or part.one.divides()
 
 
 def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

@@ -20,19 +20,20 @@ from torch import Tensor
 from pipeback.counts import numbered
 from pipeback.stages.tracing_lock import TRACING
 from pipeback.vectorized.buffers.mail import Mail
+from pipeback.vectorized.buffers.version_ring import EntryVersions, VersionRing
 from pipeback.vectorized.buffers.waiting import Waiting
 from pipeback.vectorized.buffers.weight_ring import WeightRing
 from pipeback.vectorized.making.sizes import Sizes
+from pipeback.vectorized.stacks.eager_tick import EagerTick, WaitingRoom, drifted, steps_together
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.step_form import How, Numbers, Slots, kept, numbers, shifted, slots
-from pipeback.vectorized.ticks.eager_tick import EagerTick, WaitingRoom, drifted
 from pipeback.vectorized.tracing.forms import leaves, packed
 from pipeback.vectorized.tracing.graphs import direct
-from pipeback.vectorized.tracing.product_gradients import accumulating, products
+from pipeback.vectorized.tracing.product_gradients import accumulating
 
 Parts = Sequence[Sequence[Tensor]]  # of each tensor of a value, the pieces that make it
 Messages = Mapping[int, Any]  # by stage
@@ -87,12 +88,9 @@ class StackTick:
         self.pieces: dict[tuple[int, int], Pieces] = {}  # by the first of some rows, and the end
         self.ys, self.gxs = Mail(len(stack.stages)), Mail(len(stack.stages))  # outputs, and gradients of inputs
         self.stash: WeightRing | None = None  # the weights that F used, where B runs on them
+        self.versions: VersionRing | None = None  # instead of these, where F runs on older versions
         self.drift: list[Tensor] = []  # δ, if B runs on weights shifted by it
-        rows = stack.rows
-        into = (
-            sum(rows.weights[n].nbytes for n in products(self.written, rows.trained)) if stack.maker.fuse is None else 0
-        )
-        self._together = 2 * into < sum(w.nbytes for w in rows.stepped)  # see `EagerTick`
+        self._together = stack.maker.fuse is not None or steps_together(self.written, stack.rows.whole)
         self._parts: dict[tuple[int, int], EagerTick] = {}
         self._steps: tuple[AnyStep | None, dict[tuple[int, int], AnyStep]] = None, {}  # of some rows
         self._sizes: Sizes | None = None  # graphs for other numbers of rows
@@ -108,13 +106,21 @@ class StackTick:
         """p of its first stage."""
         return self.stack.places[0]
 
-    def take_weights(self) -> None:
+    def take_weights(self, entered: EntryVersions | None) -> None:
         """Take over the weights on which the micro-batches in flight have gone forward."""
         stack = self.stack
-        if stack.stash is None or stack.stash.like is not self.rings or stack.stash.length != self.rings.length:
-            stack.stash = WeightRing(stack.rows, self.rings)
-        self.stash = stack.stash
-        self.stash.take()
+        if entered is not None:
+            versions = stack.stash
+            if not isinstance(versions, VersionRing) or versions.like is not self.rings:
+                versions = stack.stash = VersionRing(stack.rows, self.rings, entered)
+            versions.take(entered)
+            self.versions = versions
+            return
+        ring, like = stack.stash, self.rings
+        if not isinstance(ring, WeightRing) or ring.like is not like or ring.length != like.length:
+            ring = stack.stash = WeightRing(stack.rows, like)
+        self.stash = ring
+        ring.take()
 
     def take_drift(self, name: str) -> None:
         """Take over the stages' δ, their averages of w' − w, as rows. name: that of δ in their state."""
@@ -141,7 +147,7 @@ class StackTick:
     def leave(self) -> None:
         """Let go of all inputs and gradients after a run of ticks."""
         self.ys, self.gxs = Mail(self.ys.rows), Mail(self.gxs.rows)
-        self.stash, self.drift = None, []
+        self.stash, self.versions, self.drift = None, None, []
 
     def given(
         self, rows: tuple[int, int], f: int, b: int, messages: Messages, awaited: Awaited
@@ -273,7 +279,7 @@ class StackTick:
 
         leave: is called as soon as there is something to send.
         """
-        stack, rings, stash = self.stack, self.rings, self.stash
+        stack, rings, stash, versions = self.stack, self.rings, self.stash, self.versions
         inward, back = self.pieces[rows]
         xs = joined(inward, given[0])
         xs = stack.entered(xs) if stack.alone else xs
@@ -292,7 +298,10 @@ class StackTick:
         part, drift, spare = self._part(rows), self.drift, stack.spare
         if rows == self.all:
             keep, used = (None, None) if stash is None else (stash.keep, stash.used)
-            room = WaitingRoom(rings.left, rings.put, keep, used)
+            fore = None
+            if versions is not None:
+                fore, used = versions.fore, versions.used
+            room = WaitingRoom(rings.left, rings.put, keep, used, fore)
         else:
             assert self._sizes is not None
             first, end = rows
@@ -300,7 +309,10 @@ class StackTick:
             keep, used = (
                 (None, None) if stash is None else (partial(stash.keep, rows=rows), partial(stash.used, rows=rows))
             )
-            room = WaitingRoom(partial(rings.left_of, rows, shapes), partial(rings.put_of, rows), keep, used)
+            fore = None
+            if versions is not None:
+                fore, used = partial(versions.fore, rows=rows), partial(versions.used, rows=rows)
+            room = WaitingRoom(partial(rings.left_of, rows, shapes), partial(rings.put_of, rows), keep, used, fore)
             drift, spare = ([t[first:end] for t in some] for some in (drift, spare))
             step = self._step(step, rows)
         part.run(f, b, xs, gradients, step, joint, room, give, drift, spare)

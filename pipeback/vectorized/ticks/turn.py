@@ -24,6 +24,11 @@ class StackRows(NamedTuple):
     one: StackTick
     rows: tuple[int, int]
 
+    @property
+    def able(self) -> bool:
+        """Whether the rows can do a tick without the others."""
+        return self.rows == self.one.all or self.one.divides()
+
 
 class Turn:
     """The stacks `moving`, the last stage as a graph, if it is among them, and other stages, which run one by one."""

@@ -12,20 +12,24 @@ from pipeback.errors import StageError
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.row_tensors import AnyStep, RowTensors
 from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.summed_step import SummedStep
 from pipeback.vectorized.tracing.graphs import Graph, Graphs
+from pipeback.vectorized.tracing.product_gradients import products
 
 
 class WaitingRoom(NamedTuple):
     """Where the tensors that wait between F and B of these rows are.
 
     left: returns those for B. put: keeps those of F. keep: keeps the weights on which F is going to run, and used:
-    returns those on which it ran, where B runs on them. f, b: micro-batches of F and B at the place p = 0.
+    returns those on which it ran, where B runs on them. fore: keeps the newest weights, and returns those on which F
+    runs, where these are older. f, b: micro-batches of F and B at the place p = 0.
     """
 
     left: Callable[[int], Sequence[Tensor]]  # of b
     put: Callable[[int, Sequence[Tensor]], None]  # of f
     keep: Callable[[int, Sequence[Tensor] | None], None] | None = None
     used: Callable[[int], list[Tensor]] | None = None
+    fore: Callable[[int], list[Tensor]] | None = None  # of f
 
 
 class EagerTick:
@@ -70,7 +74,9 @@ class EagerTick:
         for the weights before the step.
         """
         tensors, (forward, backward, made, outputs, *_) = self.tensors, self.graphs
-        fore = tensors.shifted(step.ahead, drift or None)
+        fore = tensors.shifted(step.ahead, drift or None) if room.fore is None else room.fore(f)
+        if isinstance(step, SummedStep):
+            step.shift([fore[n] for n in tensors.trained])
         if room.keep is not None:
             room.keep(f, [fore[n] for n in tensors.trained] if step.ahead else None)
         if step.drift:
@@ -114,3 +120,11 @@ def drifted(
     """Do δ ← γ·δ + (1 − γ)·(w' − w). before: w, which is overwritten. shares: 1 − γ."""
     for d, w, old, share in zip(drift, weights, before, shares, strict=False):
         d.lerp_(torch.sub(w, old, out=old), share)
+
+
+def steps_together(graphs: Graphs, rows: RowTensors) -> bool:
+    """Whether weights are better stepped together with those of other stacks: most of their gradients are no products,
+    which are added to the velocities as they are computed.
+    """
+    into = sum(rows.weights[n].nbytes for n in products(graphs, rows.trained))
+    return 2 * into < sum(w.nbytes for w in rows.stepped)
