@@ -99,6 +99,7 @@ def test_every_method_has_its_own_rates(tmp_path):
     found = table.load(tmp_path / "here" / "results.csv")
     runs = [(row.method, row.options["optimizer.lr"]) for row in found.rows]
     notes = sheets(found)[0].notes
+    assert "In this table, updates are counted in batches of 32 samples" in notes  # micro_batch_size is 1
     assert "one of those tried (" in notes and "sgd: 0.03, 0.1" in notes and "pb-slack1: 0.03" in notes
     assert runs == [("sgd", "0.1"), ("sgd", "0.03"), ("pb-slack1", "0.03"), ("pb", "0.01")]
 
