@@ -25,14 +25,17 @@ def quick_collections() -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", help="where tests make what they name no device for: cuda, or sim for a simulated one")
+    parser.addoption("--device", help="where pipelines train: cuda, or sim for a simulated accelerator")
+    parser.addoption("--default-device", help="the same, and torch's default device")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    if name := config.getoption("--device"):
-        from tests.helpers.default_device import use
+    default = config.getoption("--default-device")
+    if name := default or config.getoption("--device"):
+        from tests.helpers.on_device import use
 
-        use(name, Path(os.environ.get("TORCH_EXTENSIONS_DIR") or config.rootpath / ".pytest_cache" / "simulated"))
+        folder = os.environ.get("TORCH_EXTENSIONS_DIR") or config.rootpath / ".pytest_cache" / "simulated"
+        use(name, Path(folder), default=bool(default))
 
 
 def pytest_unconfigure() -> None:

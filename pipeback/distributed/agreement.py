@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import pipeback
 from pipeback.distributed.ranks import Ranks
 from pipeback.stages.stage import Stage
 from pipeback.tensors.checksum import checksum
@@ -24,7 +24,7 @@ def agree(ranks: Ranks, stages: Sequence[Stage], **options: Any) -> None:
     """
     ranks.agree(
         {
-            "pipeback": version("pipeback"),
+            "pipeback": pipeback.__version__,
             "torch": torch.__version__,
             "stages": len(stages),
             "model": [

@@ -53,7 +53,7 @@ def read(ranks: Ranks | SingleProcess) -> Reading:
 
 
 def _ask(first: int, group: dist.ProcessGroup) -> Reading:
-    answer = torch.zeros(1, dtype=torch.float64)
+    answer = torch.zeros(1, dtype=torch.float64, device="cpu")
     asked = time.perf_counter()
     dist.send(answer, first, group)
     dist.recv(answer, first, group)
@@ -62,10 +62,10 @@ def _ask(first: int, group: dist.ProcessGroup) -> Reading:
 
 
 def _answer(rank: int, group: dist.ProcessGroup) -> None:
-    question = torch.zeros(1, dtype=torch.float64)
+    question = torch.zeros(1, dtype=torch.float64, device="cpu")
     for _ in range(ROUNDS):
         dist.recv(question, rank, group)
-        dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64), rank, group)
+        dist.send(torch.tensor([time.perf_counter()], dtype=torch.float64, device="cpu"), rank, group)
 
 
 class Between(NamedTuple):

@@ -94,7 +94,7 @@ def layout(mesh: DeviceMesh | None, replicas: int | None, tensor: int = 1) -> li
                 f"tensor_parallel={tensor} does not divide the {world // replicas} ranks of a replica; start a "
                 "multiple of it"
             )
-        return torch.arange(world).view(replicas, -1).tolist()
+        return torch.arange(world, device="cpu").view(replicas, -1).tolist()
     if tensor > 1:
         return _with_shards(mesh, tensor)
     table = mesh.mesh

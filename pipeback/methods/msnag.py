@@ -103,7 +103,7 @@ def _ahead_of_sgd(v: Tensor | None, group: dict[str, Any], w: Tensor, into: Tens
     if several:
         pairs = [_powers(rate, *options, n) for rate, n in zip(rates.tolist(), D.flatten().tolist(), strict=True)]
         by_weight, by_velocity = (
-            column(torch.tensor(some, dtype=torch.float64), w) for some in zip(*pairs, strict=True)
+            column(torch.tensor(some, dtype=torch.float64, device=w.device), w) for some in zip(*pairs, strict=True)
         )
     else:
         by_weight, by_velocity = _powers(float(rates), *options, D)

@@ -15,7 +15,7 @@ from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.held_out import Judge, Means, is_loader, joined, pairs
 from pipeback.pipeline.option_checks import at_least_one
 from pipeback.stages.evaluation import evaluate
-from pipeback.stages.flight import Value, cut, target_on
+from pipeback.stages.flight import Value, cut, to_device
 from pipeback.stages.stage import Stage
 
 
@@ -60,7 +60,7 @@ class Evaluation:
                     else:
                         found = self._through_each(engine.stages, x)
                     output = engine.entrance.leave(found, x, training=False)
-                    take(output, target_on(engine.stages[-1].device, y), samples)
+                    take(output, to_device(engine.stages[-1].device, y), samples)
                 engine.ranks.meet("evaluate()")
             finally:
                 engine.entrance.evaluated()

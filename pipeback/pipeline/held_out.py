@@ -105,7 +105,7 @@ class Means:
         """The mean loss, a 0-d float64 tensor in host memory; with metrics {name: mean}, "loss" first."""
         if not self._sizes:
             raise ValueError("evaluate got no batches: the loader was empty, or an iterator that had come to its end")
-        weights = torch.tensor(self._sizes, dtype=torch.float64)
+        weights = torch.tensor(self._sizes, dtype=torch.float64, device="cpu")
         means = {
             name: torch.stack(values).cpu().double() @ weights / weights.sum() for name, values in self._values.items()
         }

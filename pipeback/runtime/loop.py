@@ -82,9 +82,9 @@ class Loop:
                 worker.sizes[i] = size
             link.enter(i, x, target, worker.start, options)
             if 0 in worker.stages:
-                link.send("F", 0, i, x)
+                link.send("F", 0, i, worker.placed(0, x))
             if last in worker.stages:
-                link.send("Y", last, i, target)
+                link.send("Y", last, i, worker.placed(last, target))
             if not at_end:
                 self._let_in(i + 1, first, mark, len(batches) - n)
         if at_end:
@@ -200,7 +200,7 @@ class Loop:
             worker.options[i] = options
             worker.link.enter(i, x, None)
             if 0 in worker.stages:
-                worker.link.send("F", 0, i, x)
+                worker.link.send("F", 0, i, worker.placed(0, x))
         return mbs
 
     def forget(self, which: Collection[int], of: int) -> None:

@@ -17,7 +17,7 @@ from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.failed_graph import failed
-from pipeback.stages.flight import Flight, weighed
+from pipeback.stages.flight import Flight, to_device, weighed
 from pipeback.stages.gradients import differentiate
 from pipeback.stages.stage import Stage
 
@@ -62,7 +62,7 @@ class StageExecutor:
             if worker.began is not None:
                 worker.began(("F", s, i))
             try:
-                y = stage.forward(i, x, link.recv("Y", s, i) if stage.judges else None)
+                y = stage.forward(i, x, to_device(stage.device, link.recv("Y", s, i)) if stage.judges else None)
             except (Exception, KeyboardInterrupt) as error:
                 told = worker.failure("forward", stage, i, error)
                 if isinstance(error, KeyboardInterrupt):

@@ -12,6 +12,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightPr
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
+from pipeback.stages.flight import to_device
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
@@ -89,6 +91,12 @@ class Worker:
     def look(self) -> None:
         """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
         self.executor.look()
+
+    def placed(self, s: int, value: Any) -> Any:
+        """Return an input or a target that comes in for stage s: if stages run as one, on its device; else the stage
+        brings it there.
+        """
+        return to_device(self.stages[s].device, value) if self.executor.as_one else value
 
     def record(self, on: bool) -> None:
         """Measure every operation from now on."""

@@ -121,7 +121,7 @@ def mark(taken: Sequence[Branch], others: Sequence[Tensor], constants: Sequence[
     told = repr([(_name(d.calls[-1]), d.calls[-1].check) for d in taken])
     number = zlib.crc32((told + repr([*constants]) if constants else told).encode())
     while True:
-        found = torch.zeros(1 + number % SIDE, 1 + number // SIDE % SIDE, dtype=torch.bool)
+        found = torch.zeros(1 + number % SIDE, 1 + number // SIDE % SIDE, dtype=torch.bool, device="cpu")
         if all(found.shape != other.shape for other in others):
             return found
         number += 1

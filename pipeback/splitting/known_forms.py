@@ -68,7 +68,7 @@ class Known(NamedTuple):
         shape = form.get("mark")
         return self._replace(
             decisions=[decision for decision in self.decisions if decision.number in form.get("decisions", ())],
-            mark=None if shape is None else torch.zeros(shape, dtype=torch.bool),
+            mark=None if shape is None else torch.zeros(shape, dtype=torch.bool, device="cpu"),
         )
 
 

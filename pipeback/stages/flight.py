@@ -149,18 +149,18 @@ def reported(output: Value) -> Value:
     return value if alone else value.clone()
 
 
-def target_on(device: torch.device | None, target: Any) -> Any:
-    """Move a target to the stage's device, from whichever device it lies on, as is done with an input."""
+def to_device(device: torch.device | None, value: Any) -> Any:
+    """Move an input or a target to a stage's device, from whichever device it lies on."""
     if device is None:
-        return target
-    if isinstance(target, tuple):
-        return tuple(target_on(device, part) for part in target)
-    return target.to(device) if isinstance(target, Tensor) and target.device != device else target
+        return value
+    if isinstance(value, tuple):
+        return tuple(to_device(device, part) for part in value)
+    return value.to(device) if isinstance(value, Tensor) and value.device != device else value
 
 
 def for_loss(device: torch.device | None, target: Any) -> Any:
     """The target on the stage's device, in the structure in which it was pushed."""
-    return whole(target_on(device, target))
+    return whole(to_device(device, target))
 
 
 class ActivationPolicy(Protocol):

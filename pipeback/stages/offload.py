@@ -131,7 +131,7 @@ class _Away:
         out = _streams(self.device)[0]
         out.wait_stream(accelerators.current(self.device))
         with accelerators.on(out):
-            self.elements = torch.empty(elements.shape, dtype=elements.dtype, pin_memory=True)
+            self.elements = torch.empty(elements.shape, dtype=elements.dtype, device="cpu", pin_memory=True)
             self.elements.copy_(elements, non_blocking=True)
             self.done = out.record_event()
         tensor.record_stream(out)

@@ -122,7 +122,7 @@ class Pages:
 
 def read(path: Path, name: str, region: Region) -> Tensor:
     """Return a committed region, also of another process's file: (size,), uint8. Raises StoreError if it is damaged."""
-    memory = torch.empty(region.size, dtype=torch.uint8)
+    memory = torch.empty(region.size, dtype=torch.uint8, device="cpu")
     with _naming(path), open(path, "rb") as file:
         _fill(file.fileno(), path, name, region, memory)
     return memory

@@ -126,7 +126,7 @@ class Shard:
             here = mine.to(whole.device, non_blocking=True)
             wait(dist.all_gather_into_tensor(whole, here, group=group, async_op=True))
             return
-        host = torch.empty(whole.shape, dtype=whole.dtype, pin_memory=True)
+        host = torch.empty(whole.shape, dtype=whole.dtype, device="cpu", pin_memory=True)
         wait(dist.all_gather_into_tensor(host, mine, group=group, async_op=True))
         whole.copy_(host, non_blocking=True)
 
@@ -187,11 +187,11 @@ class Shard:
     def norm(self, grads: Sequence[Tensor | None]) -> Tensor:
         """Return the Euclidean norm over all owners' slices, whose squares are added in the order of the ranks."""
         group, wait, _ = self._joined().keeping
-        square = torch.zeros((), dtype=torch.float64)
+        square = torch.zeros((), dtype=torch.float64, device="cpu")
         for g in grads:
             if g is not None:
                 square += torch.linalg.vector_norm(g).double().square().cpu()
-        squares = torch.empty(self.count, dtype=torch.float64)
+        squares = torch.empty(self.count, dtype=torch.float64, device="cpu")
         wait(dist.all_gather_into_tensor(squares, square.view(1), group=group, async_op=True))
         return in_order(list(squares.unbind())).sqrt()
 
@@ -226,12 +226,12 @@ class Shard:
         group, wait, _ = self._joined().keeping
         spans = [self.span(n, rank) for rank in range(self.count)]
         most = max(high - low for low, high in spans)
-        padded = torch.zeros(most, dtype=piece.dtype)
+        padded = torch.zeros(most, dtype=piece.dtype, device="cpu")
         padded[: len(piece)].copy_(piece)
-        every = torch.empty(self.count * most, dtype=torch.uint8 if not most else piece.dtype)
+        every = torch.empty(self.count * most, dtype=torch.uint8 if not most else piece.dtype, device="cpu")
         if most:
             wait(dist.all_gather_into_tensor(_raw(every), _raw(padded), group=group, async_op=True))
-        whole = torch.empty_strided(self.shapes[n], self.strides[n], dtype=piece.dtype)
+        whole = torch.empty_strided(self.shapes[n], self.strides[n], dtype=piece.dtype, device="cpu")
         run = whole.as_strided((whole.numel(),), (1,))
         for rank, (low, high) in enumerate(spans):
             run[low:high] = every[rank * most : rank * most + high - low]

@@ -110,7 +110,7 @@ def scatter(values: Tensor, index: Tensor, out: Tensor) -> Tensor:
 
 
 def _joined(form: int, size: int, count: int, body: Tensor) -> Tensor:
-    head = torch.tensor([size << 2 | form, count], dtype=torch.int64).view(torch.uint8)
+    head = torch.tensor([size << 2 | form, count], dtype=torch.int64, device="cpu").view(torch.uint8)
     return torch.cat([head.to(body.device), body])
 
 

@@ -82,7 +82,7 @@ class TensorExecutor:
         assert isinstance(link, WireLink)
         alone = len(set(link.owner)) == 1  # otherwise a mark is needed until the last forward here
         mine = link.marks.pop(mb, 0) if alone else link.marks.get(mb, 0)
-        for theirs in self.group.gather(torch.tensor([mine >> 62, mine & _LOW])):
+        for theirs in self.group.gather(torch.tensor([mine >> 62, mine & _LOW], device="cpu")):
             high, low = theirs.tolist()
             link.compare(mb, mine ^ (high << 62 | low), f"another rank of worker {link.worker}")
 

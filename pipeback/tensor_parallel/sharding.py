@@ -109,8 +109,8 @@ class Sharding:
 
         computing: whether it is asked for among forwards and backwards; a store makes updates in a thread of its own.
         """
-        apart = torch.zeros((), dtype=torch.float64)
-        alike = torch.zeros((), dtype=torch.float64)
+        apart = torch.zeros((), dtype=torch.float64, device="cpu")
+        alike = torch.zeros((), dtype=torch.float64, device="cpu")
         for name, g in zip(self.trained, grads, strict=True):
             if g is not None:
                 square = torch.linalg.vector_norm(g.coalesce().values() if g.is_sparse else g).double().square().cpu()

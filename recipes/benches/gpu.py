@@ -35,8 +35,8 @@ from pipeback.streaming.store import HostStore
 PLAIN = "plain loop"
 THREADS = 8
 WARM = 3  # updates before a capture, in which libraries set themselves up
-LARGE = Network("large", "12 transformer blocks of width 1024, sequence 512", partial(blocks, Transformer, 12, 1024),
-                (512, 1024), {4: 8})  # fmt: skip
+LARGE = Network("large", "8 transformer blocks of width 1024, sequence 512", partial(blocks, Transformer, 8, 1024),
+                (512, 1024), {2: 8})  # fmt: skip
 Build = Callable[[Task], Contender]
 
 
@@ -103,6 +103,12 @@ def data(task: Task, micro_batches: int = 1) -> tuple[Tensor, Tensor]:
     return x.cuda(), y.cuda()
 
 
+def built(task: Task) -> nn.Module:
+    """The network, made on the GPU."""
+    with torch.device("cuda"):
+        return task.model()
+
+
 def until_done(work: Callable[[], object]) -> float:
     """The seconds until the device has done it."""
     torch.cuda.synchronize()
@@ -114,7 +120,7 @@ def until_done(work: Callable[[], object]) -> float:
 
 def plain(task: Task, *, fused: bool = False, graph: bool = False) -> Contender:
     """The training loop that everybody writes. graph: captured once per update."""
-    model: nn.Module = task.model().cuda()
+    model = built(task)
     optimizer = sgd(model.parameters(), fused)
     x, y = data(task)
 
@@ -149,7 +155,7 @@ def captured(update: Callable[[], None]) -> Callable[[], None]:
 def pushed(task: Task, method: str = "pb", **options: Any) -> Contender:
     """A pipeline that is full, which gets the micro-batches of a turn in one push."""
     pipe = pipeback.Pipeline(
-        task.model().cuda(), loss=task.loss, optimizer=sgd, method=method, micro_batch_size=task.samples, **options
+        built(task), loss=task.loss, optimizer=sgd, method=method, micro_batch_size=task.samples, **options
     )
     pipe.push(*data(task, max(pipe.delays) + 2))
     x, y = data(task, task.turn)

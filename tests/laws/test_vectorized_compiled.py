@@ -190,7 +190,7 @@ class Again(CudaGraphed):
         return replay, found
 
 
-@pytest.mark.parametrize("optimizer", ["momentum", "sgd"])
+@pytest.mark.parametrize("optimizer", ["momentum", "sgd", "adamw"])
 @pytest.mark.parametrize("case", mostly_rare(["pb", "cerebras", "pipedream", "pipemare"], "cerebras", "pipedream"))
 def test_ticks_as_graphs(case, optimizer, leapt):
     """What changes from tick to tick is copied to where a graph reads, with rates that change, too."""
@@ -211,12 +211,12 @@ def test_ticks_as_graphs(case, optimizer, leapt):
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: ticks as CUDA graphs")
-@pytest.mark.parametrize("case", ["pb", "cerebras"])
-def test_ticks_as_cuda_graphs(case, leapt):
+@pytest.mark.parametrize(("case", "optimizer"), [("pb", "momentum"), ("pb", "adamw"), ("cerebras", "momentum")])
+def test_ticks_as_cuda_graphs(case, optimizer, leapt):
     xs, ys = (torch.cat(v).cuda() for v in zip(*doubles(50), strict=True))
     found = []
     for on in (False, "cuda_graph"):
-        pipe = pipeline(model().cuda(), CASES[case](S), micro_batch_size=3, vectorize=on)
+        pipe = pipeline(model().cuda(), CASES[case](S), optimizer, micro_batch_size=3, vectorize=on)
         pipe.push(xs, ys)
         found.append(weights(pipe))
     same([found[1]], [found[0]])

@@ -30,7 +30,7 @@ def there(monkeypatch):
     }.items():  # fmt: skip
         monkeypatch.setattr(torch.cuda, name, value)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
-    monkeypatch.setattr(torch.nn.Module, "cuda", lambda self: self)
+    monkeypatch.setattr(gpu, "built", lambda task: task.model())
     monkeypatch.setattr(gpu, "captured", lambda update: update)
 
 

@@ -84,7 +84,7 @@ class InterruptibleWait:
         """End all works of the group, those that nobody waits for, too."""
         self.end.set()
         with suppress(RuntimeError, ValueError):  # ValueError: the group was destroyed
-            nothing: Any = dist.irecv(torch.empty(1), self.peer, group=self.group)
+            nothing: Any = dist.irecv(torch.empty(1, device="cpu"), self.peer, group=self.group)
             nothing.wait(timedelta(milliseconds=1))
 
 

@@ -95,7 +95,7 @@ class GlooWire:
         if self._spare:
             buffer = self._spare.popleft()
         else:
-            buffer = torch.empty(self._size, dtype=torch.uint8, pin_memory=self._pin)
+            buffer = torch.empty(self._size, dtype=torch.uint8, device="cpu", pin_memory=self._pin)
         if fill is not None:
             fill(buffer)
         return unbroken(self.peer, lambda: start(buffer, self.peer, group=self.group)), buffer

@@ -63,7 +63,7 @@ class SharedWire:
         self.bound, self.peer, self._pulse, self._sender = bound, peer, pulse, sender
         self.device: torch.device | None = None
         self._control = mmap.mmap(memory, _control(bound))
-        self._data = torch.empty(0, dtype=torch.uint8)
+        self._data = torch.empty(0, dtype=torch.uint8, device="cpu")
         self._free = Semaphore(self._control, _FREE, bound if sender else None)
         self._filled = Semaphore(self._control, _FILLED, 0 if sender else None)
         self._flags = _MESSAGES + bound * _MESSAGE.size  # a byte for every slot: 1 when free

@@ -84,7 +84,7 @@ class Meeting:
     @property
     def table(self) -> torch.Tensor:
         """The ranks by worker and shard: shape (workers, tensor)."""
-        return torch.arange(self.world).view(self.workers, self.tensor).flip(0)
+        return torch.arange(self.world, device="cpu").view(self.workers, self.tensor).flip(0)
 
     def gather(self, what: str, value: Any = None, to: int | None = None) -> list[Any]:
         """Return what every rank gives, in the order of ranks; with `to`, the other ranks get an empty list.
@@ -93,7 +93,7 @@ class Meeting:
         """
         content, lengths = self._announce(what, value)
         receives, most = to in (None, self.rank), max(lengths)
-        parts = [torch.empty(most, dtype=torch.uint8) for _ in lengths] if receives else []
+        parts = [torch.empty(most, dtype=torch.uint8, device="cpu") for _ in lengths] if receives else []
         if most and to is None:
             self._wait(dist.all_gather(parts, _bytes(content, most), group=self._group, async_op=True), what)
         elif most:
@@ -113,7 +113,7 @@ class Meeting:
         """Check that all ranks are in this call; returns the bytes to send, and how many every rank has."""
         content = b"" if value is None else pickle.dumps(value)
         name = what.encode()[:NAME].ljust(NAME)
-        heads = [torch.empty(NAME + 8, dtype=torch.uint8) for _ in range(self.world)]
+        heads = [torch.empty(NAME + 8, dtype=torch.uint8, device="cpu") for _ in range(self.world)]
         head = _bytes(name + len(content).to_bytes(8, "little"), NAME + 8)
         self._wait(dist.all_gather(heads, head, group=self._group, async_op=True), what)
         told = [h.numpy().tobytes() for h in heads]

@@ -26,7 +26,7 @@ from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.flushes import flying
 from pipeback.schedules.ops import Schedule
-from pipeback.stages.flight import target_on
+from pipeback.stages.flight import to_device
 from pipeback.stages.gradients import own
 from pipeback.stages.stage import Stage
 from pipeback.stages.tracing_lock import TRACING
@@ -247,16 +247,16 @@ class WholeFlush:
             value, packs = joined
         if value is None:
             return None
-        targets = [target_on(stage.device, link.box["Y", s, i]) for i in mbs]
+        targets = [to_device(stage.device, link.box["Y", s, i]) for i in mbs]
         if type(targets[0]) is not Tensor or not all(floating(v.dtype) for v in value):
             return None
         target = torch.stack(targets)
         graph = self._loss_graph(stage, value, target, packs)
         if graph is None:
             return None
-        seeds = torch.tensor([float(worker.sizes[i]) if worker.samples else 1.0 for i in mbs])
+        seeds = [float(worker.sizes[i]) if worker.samples else 1.0 for i in mbs]
         try:
-            losses, *found = graph(*self._weights[s], *value, target, seeds.to(value[0]))
+            losses, *found = graph(*self._weights[s], *value, target, torch.tensor(seeds).to(value[0]))
         except Exception as error:
             raise self._failed("forward", stage, mbs, error) from error
         for i, loss in zip(mbs, losses.unbind(), strict=True):

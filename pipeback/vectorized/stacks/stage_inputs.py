@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeback.splitting.module_restore import untouched
-from pipeback.stages.flight import Value, target_on
+from pipeback.stages.flight import Value, to_device
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.vectorized.tracing.forms import leaves
@@ -28,7 +28,7 @@ class StageInputs:
         self._returned.clear()
         with torch.enable_grad(), untouched(stage.module), accelerators.forked([stage.device]):
             own, given = stage.enter(value)
-            out = stage.run(given, target_on(stage.device, target)) if stage.judges else stage.module(given)
+            out = stage.run(given, to_device(stage.device, target)) if stage.judges else stage.module(given)
             self._reached[stage.index] = [_reached(y, own) for y in leaves(out)]
         return tuple(v.detach() for v in out) if type(out) is tuple else out.detach()
 

@@ -20,6 +20,7 @@ class RowState:
 
     def __init__(self, stages: Sequence[Stage], lay: Callable[[str], list[Tensor]]) -> None:
         self.stages, self.several, self._lay = stages, len(stages) > 1, lay
+        self._kind: dict[str, Any] = {"dtype": torch.float64, "device": stages[0].device or "cpu"}  # of numbers
         self._whole: State | None = None
         self._parts: dict[tuple[int, int], State] = {}
 
@@ -52,7 +53,7 @@ class RowState:
             elif rows is None:
                 self._whole[name] = value
             else:
-                old = torch.zeros(len(self.stages), dtype=torch.float64) if old is None else old.clone()
+                old = torch.zeros(len(self.stages), **self._kind) if old is None else old.clone()
                 old[slice(*rows)] = value
                 self._whole[name] = old
 
@@ -82,7 +83,7 @@ class RowState:
             elif not self.several:
                 found[name] = value
             else:
-                found[name] = torch.tensor([state.get(name, 0) for state in states], dtype=torch.float64)
+                found[name] = torch.tensor([state.get(name, 0) for state in states], **self._kind)
         return found
 
 

@@ -37,6 +37,7 @@ class RowTensors:
         self.stepped = [weights[n] for n in trained]
         self._number: tuple[float, Tensor] | None = None
         self._gradients: list[Tensor] = []
+        self._counts: Tensor | None = None
 
     def part(self, first: int, end: int) -> RowTensors:
         """Return some of the rows; their tensors are views of these."""
@@ -69,6 +70,18 @@ class RowTensors:
         if isinstance(step, AdamStep):
             return self._beside(FIRST, SECOND, STEP)
         return self.velocities() if step.momentum else []
+
+    def counts(self, steps: Tensor) -> Tensor:
+        """Return the numbers of updates on the device of the weights; if they lie in host memory, as a copy that has
+        always the same place.
+        """
+        if not self.stepped or steps.device == self.stepped[0].device:
+            return steps
+        if self._counts is None:
+            self._counts = steps.to(self.stepped[0].device)
+        else:
+            self._counts.copy_(steps)
+        return self._counts
 
     def gradients(self) -> list[Tensor]:
         """Return room for the gradients of the weights to step, always the same."""

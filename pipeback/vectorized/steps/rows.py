@@ -106,7 +106,7 @@ class Rows:
             row is None or stage.optimizer.state.get(stage.weights[0], {}).get(names[0]) is not row
             for stage, row in zip(self.stages, self._first_rows, strict=True)
         ):
-            steps = torch.zeros(len(self.stepped), len(self.stages))
+            steps = torch.zeros(len(self.stepped), len(self.stages), device="cpu")
             kept: list[Any] = [steps if name == STEP else list(map(torch.zeros_like, self.stepped)) for name in names]
             for m in range(len(self.stepped)):
                 rows = [

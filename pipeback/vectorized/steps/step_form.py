@@ -36,7 +36,20 @@ Numbers = tuple[Any, ...]  # of every row −η·a and −η·b, and m as a tens
 
 def kept(rows: RowTensors, step: AnyStep) -> list[Any]:
     """Return what a compiled step reads and writes beside the weights; before an own step, which follows, gradients."""
-    return rows.gradients() if isinstance(step, OwnStep) else rows.kept(step)
+    if isinstance(step, OwnStep):
+        return rows.gradients()
+    if isinstance(step, AdamStep):
+        first, second, steps = rows.kept(step)
+        return [first, second, rows.counts(steps)]
+    return rows.kept(step)
+
+
+def count(rows: RowTensors, step: AnyStep) -> None:
+    """Note in host memory that a compiled step was made, if it counts on the device of the weights."""
+    if isinstance(step, AdamStep) and rows.stepped:
+        steps = rows.kept(step)[2]
+        if steps.device != rows.stepped[0].device:
+            steps += 1
 
 
 def numbers(rows: RowTensors, step: AnyStep) -> Numbers:

@@ -85,20 +85,22 @@ class Rounds:
 
     def _records(self, numbers: Sequence[int], used: Sequence[Used], recorded: Columns) -> Columns:
         """Return what the ledger records of the rounds, tick by tick. recorded: by the other stages."""
-        counts = torch.tensor([self.done[s] for s in numbers])
-        rounds = torch.cat([torch.arange(self.done[s]) for s in numbers])
+        counts = torch.tensor([self.done[s] for s in numbers], device="cpu")
+        rounds = torch.cat([torch.arange(self.done[s], device="cpu") for s in numbers])
         stages, f, b = (
-            torch.tensor([some[s] for s in numbers]).repeat_interleave(counts)
+            torch.tensor([some[s] for s in numbers], device="cpu").repeat_interleave(counts)
             for some in (range(self.worker.count), self.f, self.b)
         )
-        fore, back = (torch.cat([torch.tensor(some[n], dtype=torch.long) for some in used]) for n in (0, 1))
+        fore, back = (
+            torch.cat([torch.tensor(some[n], dtype=torch.long, device="cpu") for some in used]) for n in (0, 1)
+        )
         columns = (2 * stages, 2 * stages + 1), (f + rounds, b + rounds), (fore, back)
         who, mbs, versions = (
-            torch.cat([*some, torch.tensor(others, dtype=torch.long)])
+            torch.cat([*some, torch.tensor(others, dtype=torch.long, device="cpu")])
             for some, others in zip(columns, recorded, strict=True)
         )
         stages, backward = who // 2, who % 2
-        lead = torch.tensor([f - b for f, b in zip(self.f, self.b, strict=True)])[stages]  # of F before B
+        lead = torch.tensor([f - b for f, b in zip(self.f, self.b, strict=True)], device="cpu")[stages]  # of F before B
         ticks = self.turns * (mbs + backward * lead) + stages
         at = torch.argsort((2 * ticks + backward) * self.worker.count + stages)
         return who[at].tolist(), mbs[at].tolist(), versions[at].tolist()

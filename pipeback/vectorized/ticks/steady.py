@@ -17,7 +17,7 @@ from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan
-from pipeback.stages.flight import target_on
+from pipeback.stages.flight import to_device
 from pipeback.stages.tracing_lock import TRACING
 from pipeback.vectorized.buffers.waiting import Waiting
 from pipeback.vectorized.making.bounded_cache import BoundedCache
@@ -120,10 +120,6 @@ class Steady:
                 judge = self._judge(x, forwards[-1])
         self._mode = self._modes()
         run.take(judge, self._plan)
-        if self.stacks[0].maker.fuse is not None and self.last.device != torch.device("cpu") and run.adapts():
-            for stack in self.stacks:
-                stack.leaps = False
-            return None
         run.begin()
         return run
 
@@ -154,7 +150,7 @@ class Steady:
     def _judge(self, x: Any, i: int) -> LossStage | OutputStage | None:
         """Return the last stage as a graph, or None if it cannot be traced. x: its input, of micro-batch i."""
         stage = self.last
-        target = [target_on(stage.device, self.worker.link.box["Y", stage.index, i])] if stage.judges else []
+        target = [to_device(stage.device, self.worker.link.box["Y", stage.index, i])] if stage.judges else []
         key = form(x, *target), *self._modes()
         if key[0] is None or not any(floating(v.dtype) for v in leaves(x)):
             return None

@@ -18,15 +18,15 @@ from pipeback.counts import numbered
 from pipeback.errors import StageError
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.spans import TickSpan
-from pipeback.stages.flight import target_on
+from pipeback.stages.flight import to_device
 from pipeback.stages.joint_optimizer import Options
 from pipeback.vectorized.making.cuda_graph import CudaGraphed
-from pipeback.vectorized.steps.adam_rows import AdamStep
 from pipeback.vectorized.steps.asked_steps import AskedSteps
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.step_form import count
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.ticks.catch_up import Rounds
 from pipeback.vectorized.ticks.eager_tick import drifted
@@ -101,10 +101,6 @@ class SteadyRun:
             )
             for n in range(self.count)
         ]
-
-    def adapts(self) -> bool:
-        """Whether a step counts its updates, which Adam does in host memory."""
-        return any(isinstance(step, AdamStep) for turn in self.turns for step in self._steps(turn) or ())
 
     def begin(self) -> None:
         """Take over what the stages hold beside their weights."""
@@ -228,7 +224,7 @@ class SteadyRun:
         assert turn.judge is not None
         s, link = turn.judge.stage.index, self.worker.link
         i, stage = self.f[s] + turn.rounds, turn.judge.stage
-        target = target_on(stage.device, link.recv("Y", s, i)) if stage.judges else None
+        target = to_device(stage.device, link.recv("Y", s, i)) if stage.judges else None
         return i, link.recv("F", s, i), target
 
     def _tick(self, turn: Turn, parts: Sequence[StackRows], stages: range) -> None:
@@ -346,11 +342,13 @@ class SteadyRun:
             one.gxs.send(b, part.rows, gxs)
             one.rings.put(f, left)
             one.finish(b, factors, turn.steps[part.number])
+            count(one.stack.rows.whole, turn.steps[part.number])
             self._leave(turn, one, stages, "F")
             self._leave(turn, one, stages, "B")
         if isinstance(judge, LossStage) and asked is not None:
             loss, gxs = found[-1]
             self._drift(judge, before, turn.steps[-1])
+            count(judge.rows.whole, turn.steps[-1])
             gx = packed(gxs, judge.packed)
             self.judged(asked[0], loss)
             if isinstance(turn.steps[-1], OwnStep):
