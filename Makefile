@@ -4,6 +4,8 @@ PYTHON ?= python3
 TORCH ?=
 WITH ?=
 WORKERS ?= 2
+# files and options for pytest, say TESTS="--device cuda tests/laws/test_vectorized.py"; none: all
+TESTS ?=
 # options of tests/soak.py, say SOAK="--only laws -- -n 2"; none: all files that have not passed at this commit
 SOAK ?=
 # sections and options of `pipeback bench`, say BENCH="table repeats=5"; none: all sections
@@ -34,7 +36,7 @@ demo: setup
 	$(BIN)/pipeback compare experiment=digits 'methods=[sgd,pb,sc,lwp,cerebras,pipedream,spectrain,pipemare,gpipe]'
 
 test: setup
-	$(BIN)/python -m pytest -q -n $(WORKERS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(TESTS)
 
 soak: setup
 	$(BIN)/python -m tests.soak $(SOAK)

@@ -15,8 +15,9 @@ from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.held_out import Judge, Means, is_loader, joined, pairs
 from pipeback.pipeline.option_checks import at_least_one
 from pipeback.stages.evaluation import evaluate
-from pipeback.stages.flight import Value, cut, to_device
+from pipeback.stages.flight import Value, cut
 from pipeback.stages.stage import Stage
+from pipeback.tensors.copies import to_device
 
 
 class Evaluation:

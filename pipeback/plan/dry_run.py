@@ -114,7 +114,7 @@ class DryWorker:
     """The worker of `stages`, which streams them with `prefetch`; None: all weights stay on the device.
 
     choose: returns the weights that the method chooses for an operation. hooks: whether the method is asked before F
-    and B. A `Loop` calls `run`, `look`, `settle`, `outside` and `residence`.
+    and B. A `Loop` calls `run`, `placed`, `look`, `settle`, `outside` and `residence`.
     """
 
     samples = joins = False
@@ -156,6 +156,9 @@ class DryWorker:
                 self.admit(s)
 
     # -- what a loop asks for ------------------------------------------------------------------------------------
+
+    def placed(self, s: int, value: Any) -> Any:
+        return value
 
     def run(self, waves: Iterable[Wave]) -> None:
         """Count this worker's part of every wave."""

@@ -17,9 +17,10 @@ from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.failed_graph import failed
-from pipeback.stages.flight import Flight, to_device, weighed
+from pipeback.stages.flight import Flight, weighed
 from pipeback.stages.gradients import differentiate
 from pipeback.stages.stage import Stage
+from pipeback.tensors.copies import to_device
 
 
 class StageExecutor:

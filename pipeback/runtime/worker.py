@@ -30,11 +30,11 @@ from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightPr
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
-from pipeback.stages.flight import to_device
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
+from pipeback.tensors.copies import to_device
 from pipeback.tensors.weight_list import Weights, copy_all
 
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch

@@ -7,10 +7,11 @@ stand in, and the numbers and strings beside them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from pipeback.splitting.branches import MOST, Branch
 from pipeback.splitting.call_arguments import Arguments
@@ -72,10 +73,16 @@ class Known(NamedTuple):
         )
 
 
-def with_own_tensors(arguments: Arguments) -> Arguments:
-    """Return the arguments with cloned tensors, since a model may change its arguments."""
+def with_own_tensors(arguments: Arguments, model: nn.Module) -> Arguments:
+    """Return the arguments with tensors of their own, since a model may change them: where all its weights are."""
     tensors, form = opened(tuple(arguments))
-    return Arguments(*form.fill([replica(tensor) for tensor in tensors]))
+    return Arguments(*form.fill([replica(tensor, device_of(model)) for tensor in tensors]))
+
+
+def device_of(model: nn.Module) -> torch.device | None:
+    """Return the device of all weights and buffers of a model; None if they are on several, or on none."""
+    found = {t.device for t in chain(model.parameters(), model.buffers())} - {torch.device("meta")}
+    return found.pop() if len(found) == 1 else None
 
 
 def tensors_of(value: Any) -> tuple[Tensor, ...]:

@@ -30,7 +30,7 @@ from pipeback.splitting.escaped_tensors import looked_into
 from pipeback.splitting.forward_check import check_equal
 from pipeback.splitting.input_forms import Key, key_of
 from pipeback.splitting.key_value_caches import caching, without_caches
-from pipeback.splitting.known_forms import Known, example_of, tensors_of, with_own_tensors
+from pipeback.splitting.known_forms import Known, device_of, example_of, tensors_of, with_own_tensors
 from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.module_walk import KINDS, held, unsaved_buffers, walked
 from pipeback.splitting.outside_draws import OutsideDraws
@@ -43,7 +43,7 @@ from pipeback.splitting.stage_names import label, labels
 from pipeback.splitting.value_reads import check_value_reads
 from pipeback.tensors import accelerators
 from pipeback.tensors.batches import bare
-from pipeback.tensors.copies import pieces
+from pipeback.tensors.copies import pieces, to_device
 from pipeback.tensors.meta import shaped
 from pipeback.tensors.structures import Form, opened
 
@@ -268,14 +268,14 @@ class TracedModel:
         if real:
             with self._unchanged(anew=True):
                 return trace_forward(
-                    self.model, *with_own_tensors(arguments), self._leaves, work=work, left=left,
+                    self.model, *with_own_tensors(arguments, self.model), self._leaves, work=work, left=left,
                     outside=OutsideDraws(self._restores.generators, fine), within=self._walked, deep=self.deep,
                 )[0]  # fmt: skip
         tensors, form = opened(tuple(arguments))
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
             values = {name: shaped(t) for name, t in own.items()}
-            args, kwargs = form.fill([fake.from_tensor(t) for t in tensors])
+            args, kwargs = form.fill([to_device(device_of(self.model), fake.from_tensor(t)) for t in tensors])
             saved = None if answers is None else iter(answers)
             return trace_forward(
                 self.model, args, kwargs, self._leaves, values,
@@ -284,7 +284,8 @@ class TracedModel:
             )[0]  # fmt: skip
 
     def _prove(self, arguments: Arguments, x: Any) -> None:
-        args, kwargs = with_own_tensors(arguments)
+        args, kwargs = with_own_tensors(arguments, self.model)
+        x = to_device(device_of(self.model), x)
         unchanged = partial(self._unchanged, anew=False)  # it has been restored since it was traced
         if self.rewritten:
             self._found_now()

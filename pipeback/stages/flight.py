@@ -14,6 +14,7 @@ from pipeback.private import catch
 from pipeback.stages.home import Repetition, StackedFlight
 from pipeback.tensors import accelerators
 from pipeback.tensors.batches import whole
+from pipeback.tensors.copies import to_device
 from pipeback.tensors.weight_list import Weights
 
 Value = Any  # what crosses a boundary: a tensor or a tuple of tensors
@@ -147,15 +148,6 @@ def reported(output: Value) -> Value:
     value = cut(output)
     alone = isinstance(value, tuple) or value.dim() or value.untyped_storage().nbytes() == value.element_size()
     return value if alone else value.clone()
-
-
-def to_device(device: torch.device | None, value: Any) -> Any:
-    """Move an input or a target to a stage's device, from whichever device it lies on."""
-    if device is None:
-        return value
-    if isinstance(value, tuple):
-        return tuple(to_device(device, part) for part in value)
-    return value.to(device) if isinstance(value, Tensor) and value.device != device else value
 
 
 def for_loss(device: torch.device | None, target: Any) -> Any:

@@ -53,8 +53,11 @@ def rehearse(
     value, target = _copied(cut(x)), target.clone() if isinstance(target, Tensor) else target
     for stage in stages:
         with present(stage):
-            if stage.device is None:  # a stage without weights works where its input comes from
-                stage.work_on((value[0] if isinstance(value, tuple) else value).device)
+            if (
+                stage.device is None
+            ):  # a stage without weights works where its input comes from; the first, where it goes
+                there = None if stage.index else next((s.device for s in stages if s.device is not None), None)
+                stage.work_on(there or (value[0] if isinstance(value, tuple) else value).device)
             stashes = stage.keeping is None or stage.keeping.stashes
             with untouched(stage) as homes:
                 with norm_check.watching(stage), stage.calling(stage.module):

@@ -65,6 +65,15 @@ def storages(tensors: Sequence[Tensor]) -> set[int]:
     return {identity(piece) for t in tensors if t.numel() for piece in pieces(t)}
 
 
+def to_device(device: torch.device | None, value: Any) -> Any:
+    """Move an input or a target to a stage's device, from whichever device it lies on."""
+    if device is None:
+        return value
+    if isinstance(value, tuple):
+        return tuple(to_device(device, part) for part in value)
+    return value.to(device) if isinstance(value, Tensor) and value.device != device else value
+
+
 def replica(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     """Return a copy with the strides of the original and its offset within 64 bytes."""
     device = device or tensor.device

@@ -139,7 +139,7 @@ def plain(task: Task, *, fused: bool = False, graph: bool = False) -> Contender:
 
 
 def captured(update: Callable[[], None]) -> Callable[[], None]:
-    """The update as a CUDA graph, which trains on the tensors that it has seen."""
+    """Return the update as a CUDA graph."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -149,7 +149,12 @@ def captured(update: Callable[[], None]) -> Callable[[], None]:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         update()
-    return graph.replay
+    return partial(replay, graph, update)
+
+
+def replay(graph: torch.cuda.CUDAGraph, owner: object) -> None:
+    """Replay a graph. owner: of the memory in which it writes, which must live as long."""
+    graph.replay()
 
 
 def pushed(task: Task, method: str = "pb", **options: Any) -> Contender:

@@ -16,7 +16,7 @@ import pipeback
 from pipeback.vectorized.making.graph_maker import GraphMaker
 from pipeback.vectorized.stacks.stack import KINDS
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, STEADY, weights
+from tests.laws.cases import CASES, STEADY, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 FLAT, LINE, IMAGE = (6,), (4, 5), (4, 5, 4)
@@ -165,6 +165,29 @@ def test_kinds_that_take_turns(name, case, never_slower):
     found, wanted = (trained(on, make, shape, sizes, CASES[case](6)) for on in ("auto", False))
     for a, b in zip(found[1], wanted[1], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("case", ["pipedream", "pipeoptim"])
+def test_weights_in_channels_last(case, never_slower):
+    """Of stages that run as graphs, each by itself."""
+
+    def build():
+        torch.manual_seed(0)
+        sizes = [(4, 6), (6, 6), (6, 6), (6, 8), (8, 4)]
+        model = nn.Sequential(*[nn.Sequential(nn.Conv2d(*size, 3, padding=1), nn.Tanh()) for size in sizes])
+        return model.double().to(memory_format=torch.channels_last)
+
+    torch.manual_seed(1)
+    x, y = torch.randn(2, 40, 4, 4, 5, dtype=torch.float64)
+    found = []
+    for on in (False, "auto"):
+        pipe = pipeline(build(), CASES[case](5), micro_batch_size=1, vectorize=on)
+        losses = [pipe.push(a, b) for a, b in zip(x.split(20), y.split(20), strict=True)]
+        pipe.drain()
+        found.append([torch.stack(losses), weights(pipe)])
+    assert sum(told.startswith("as a graph") for told in pipe.vectorized.values()) > 1, pipe.vectorized
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 
 
 def test_what_runs_as_it_is_later_is_told():

@@ -33,7 +33,7 @@ class WeightRing:
         # of more than one row, matrices (n, elements) and (slots · n, elements) of each weight, copied from and to
         n, several = len(rows.stages), rows.stepped if len(rows.stages) > 1 else []
         self._from = [w.view(n, -1) for w in several]
-        self._to = [ring.view(self.length * n, -1) for ring in self.rings] if several else []
+        self._to = [ring.view(self.length * n, -1) for ring in self.rings[: len(several)]]
         self._numbers = torch.arange(self.length, device=like.device).split(1)
 
     @property

@@ -26,10 +26,10 @@ from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.flushes import flying
 from pipeback.schedules.ops import Schedule
-from pipeback.stages.flight import to_device
 from pipeback.stages.gradients import own
 from pipeback.stages.stage import Stage
 from pipeback.stages.tracing_lock import TRACING
+from pipeback.tensors.copies import to_device
 from pipeback.vectorized.making.bounded_cache import BoundedCache
 from pipeback.vectorized.making.shared_graphs import SharedLosses, apart, together
 from pipeback.vectorized.stacks.eligible import flushes, torchs

@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from pipeback.splitting.module_restore import untouched
-from pipeback.stages.flight import Value, to_device
+from pipeback.stages.flight import Value
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
+from pipeback.tensors.copies import to_device
 from pipeback.vectorized.tracing.forms import leaves
 
 

@@ -17,8 +17,8 @@ from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan
-from pipeback.stages.flight import to_device
 from pipeback.stages.tracing_lock import TRACING
+from pipeback.tensors.copies import to_device
 from pipeback.vectorized.buffers.waiting import Waiting
 from pipeback.vectorized.making.bounded_cache import BoundedCache
 from pipeback.vectorized.making.graph_maker import Compile

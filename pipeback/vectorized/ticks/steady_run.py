@@ -18,8 +18,8 @@ from pipeback.counts import numbered
 from pipeback.errors import StageError
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.spans import TickSpan
-from pipeback.stages.flight import to_device
 from pipeback.stages.joint_optimizer import Options
+from pipeback.tensors.copies import to_device
 from pipeback.vectorized.making.cuda_graph import CudaGraphed
 from pipeback.vectorized.steps.asked_steps import AskedSteps
 from pipeback.vectorized.steps.joint_step import JointStep
