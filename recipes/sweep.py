@@ -95,7 +95,7 @@ def value_of(value: Any) -> str:
 
 def each(jobs: Sequence[Job], processes: int) -> Iterator[None]:
     """Do the runs, and yield whenever one has ended."""
-    if processes == 1:
+    if processes == 1 or not jobs:
         for job in jobs:
             resume(job.values)
             yield

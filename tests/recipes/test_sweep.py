@@ -75,6 +75,8 @@ def test_the_same_command_takes_finished_runs_over(swept):
     assert "8 finished runs taken over" in done.stdout and "0 runs in" in done.stdout
     assert {p: p.stat().st_mtime_ns for p in (folder / "here").glob("*/*")} == before
     assert (folder / "here" / "results.csv").read_text().splitlines()[3:] == lines
+    done = pipeback("sweep", *TINY, *SWEPT, "jobs=2", cwd=folder)
+    assert done.returncode == 0 and "0 runs in" in done.stdout, done.stderr  # several processes have nothing to do either
 
 
 def test_any_option_is_varied_and_each_choice_has_its_reference(tmp_path):
