@@ -76,7 +76,7 @@ def test_the_same_command_takes_finished_runs_over(swept):
     assert {p: p.stat().st_mtime_ns for p in (folder / "here").glob("*/*")} == before
     assert (folder / "here" / "results.csv").read_text().splitlines()[3:] == lines
     done = pipeback("sweep", *TINY, *SWEPT, "jobs=2", cwd=folder)
-    assert done.returncode == 0 and "0 runs in" in done.stdout, done.stderr  # several processes have nothing to do either
+    assert done.returncode == 0 and "0 runs in" in done.stdout, done.stderr  # nothing to do for several processes
 
 
 def test_any_option_is_varied_and_each_choice_has_its_reference(tmp_path):
