@@ -95,7 +95,7 @@ def value_of(value: Any) -> str:
 
 def each(jobs: Sequence[Job], processes: int) -> Iterator[None]:
     """Do the runs, and yield whenever one has ended."""
-    if processes == 1:
+    if processes == 1 or not jobs:
         for job in jobs:
             resume(job.values)
             yield
@@ -118,7 +118,9 @@ def sweep(jobs: Sequence[Job], config: Mapping[str, Any], words: Sequence[str], 
     told = shlex.join(["pipeback", "sweep", *map(public, words)])
     facts = {name: str(value) for name, value in provenance().items() if value is not None}
     reference = config["reference"]
-    notes = table.notes("sgd of another sweep" if table.elsewhere(reference) else reference)
+    several = config["micro_batch_size"] is not None and config["micro_batch_size"] < config["batch_size"]
+    told_of = "sgd of another sweep" if table.elsewhere(reference) else reference
+    notes = table.notes(told_of, config["batch_size"] if several else None)
 
     def write() -> None:
         rows = table.rows_of(jobs, reference)

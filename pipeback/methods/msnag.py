@@ -194,11 +194,8 @@ def _summed(second: list[Tensor], group: dict[str, Any], D: Tensor, t: Tensor) -
     (beta1, beta2), lengths = map(float, group["betas"]), [q[0].numel() for q in second]
     root = (second[0] if len(second) == 1 else torch.cat([q.flatten(1) for q in second], 1)).sqrt()
     far = D.flatten().double()
-    rate, j = (
-        group["lr"].double().expand_as(far),
-        torch.arange(1, int(far.max()) + 1, dtype=far.dtype, device=far.device),
-    )
-    j = j[:, None]
+    rate = group["lr"].double().expand_as(far)
+    j = torch.arange(1, int(far.max()) + 1, dtype=torch.float64, device=far.device)[:, None]
     roots = (1 - beta2 ** (t + j)).sqrt()
     sizes, tiny = -rate * beta1**j * roots / (1 - beta1 ** (t + j)), group["eps"] * roots
     decays = group["weight_decay"] and decoupled(group)

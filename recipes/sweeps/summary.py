@@ -15,7 +15,7 @@ from pipeback.recipes.reports.metric import Metric, number, spread
 from pipeback.recipes.reports.sheet import Sheet
 from pipeback.recipes.sweeps.curves import SMOOTHED
 from pipeback.recipes.sweeps.jobs import RATE
-from pipeback.recipes.sweeps.table import Results, Row, caption
+from pipeback.recipes.sweeps.table import BATCHES, Results, Row, caption
 
 
 class Tried(NamedTuple):
@@ -141,10 +141,11 @@ def _notes(found: Results, setting: Setting) -> str:
         each = f" The best rate is that of {one}" if "," in one else ""
     if any(tried.at_edge for tried in setting.tried):
         each += "; * the least or the largest one tried, so that one beyond may be better"
+    batches = next((f" In this table, {note}." for note in found.notes if note.startswith(BATCHES)), "")
     return (
         f"The slow-down is the number of updates until a training loss, over those of {reference}. That loss is one of "
         "forwards, whose weights may be predicted; the held-out slow-down is that of the model at the end, at least 1, "
         f"and – where {reference} began below its loss. Both are medians over "
         f"the seeds, with the least and the largest. Training losses are means of {SMOOTHED} updates at the end. All "
-        f"others are mean ± standard deviation over the seeds.{each and f'{each}.'}"
+        f"others are mean ± standard deviation over the seeds.{each and f'{each}.'}{batches}"
     )

@@ -183,12 +183,17 @@ def _number(value: float | None, digits: int = DIGITS) -> str:
     return "" if value is None or math.isnan(value) else f"{value:.{digits}g}"
 
 
-def notes(reference: str) -> list[str]:
-    """What the columns are."""
+BATCHES = "updates are counted in batches"  # so begins the note that they are
+
+
+def notes(reference: str, batch: int | None = None) -> list[str]:
+    """What the columns are. batch: samples of a batch of several updates, if it is: their mean loss is logged."""
+    counted = [] if batch is None else [f"{BATCHES} of {batch} samples, of several updates each"]
     return [
         f"train_loss and @N: the mean training loss of {SMOOTHED} updates, at the end and after N updates; slow_down: "
         f"updates until such a loss over those of {reference} at its best rate; held_out_slow_down: all updates over "
-        "those until the reference has the held-out loss of the end, at least 1"
+        "those until the reference has the held-out loss of the end, at least 1",
+        *counted,
     ]
 
 

@@ -75,6 +75,8 @@ def test_the_same_command_takes_finished_runs_over(swept):
     assert "8 finished runs taken over" in done.stdout and "0 runs in" in done.stdout
     assert {p: p.stat().st_mtime_ns for p in (folder / "here").glob("*/*")} == before
     assert (folder / "here" / "results.csv").read_text().splitlines()[3:] == lines
+    done = pipeback("sweep", *TINY, *SWEPT, "jobs=2", cwd=folder)
+    assert done.returncode == 0 and "0 runs in" in done.stdout, done.stderr  # nothing to do for several processes
 
 
 def test_any_option_is_varied_and_each_choice_has_its_reference(tmp_path):
@@ -99,6 +101,7 @@ def test_every_method_has_its_own_rates(tmp_path):
     found = table.load(tmp_path / "here" / "results.csv")
     runs = [(row.method, row.options["optimizer.lr"]) for row in found.rows]
     notes = sheets(found)[0].notes
+    assert "In this table, updates are counted in batches of 32 samples" in notes  # micro_batch_size is 1
     assert "one of those tried (" in notes and "sgd: 0.03, 0.1" in notes and "pb-slack1: 0.03" in notes
     assert runs == [("sgd", "0.1"), ("sgd", "0.03"), ("pb-slack1", "0.03"), ("pb", "0.01")]
 
