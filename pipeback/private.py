@@ -9,6 +9,7 @@
 * `numbers_of`: the numbers that a node has saved.
 * `newness`, `holds`: when the node of a graph was made, and whether it still has what it had saved; autograd goes from
   the newest to the oldest, and what it has passed lets go.
+* `casts_anywhere`: whether this thread is inside `torch.autocast` for any type of device, in one call.
 * `in_backward`: whether autograd asks for a saved tensor, and not somebody who looks in.
 * `run_backward`: what torch.autograd.backward calls, without its checks in Python of every root; the engine checks
   them, too.
@@ -190,6 +191,13 @@ def holds(node: Any) -> bool:
 def in_backward() -> bool:
     with needing("torch._C._current_graph_task_id"):
         return torch._C._current_graph_task_id() >= 0
+
+
+def casts_anywhere() -> bool:
+    try:  # not `needing`: this is asked per forward
+        return torch._C._is_any_autocast_enabled()
+    except AttributeError as error:
+        raise Moved("torch._C._is_any_autocast_enabled") from error
 
 
 def keep_versions(tensors: Sequence[Tensor]) -> Any:

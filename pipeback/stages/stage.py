@@ -206,7 +206,9 @@ class Stage:
         self.flights[mb] = flight
         flight.heard = not 0 <= before == registered()
         self.listen(flight)
-        self.note_flights(len(self.flights) + len(self.gradients.split.waiting))
+        number = len(self.flights) + len(self.gradients.split.waiting)
+        if number > self.peak_flights:
+            self.note_flights(number)
         return reported(output) if self.last else output
 
     def listen(self, flight: Flight) -> None:
@@ -270,8 +272,9 @@ class Stage:
         output = flight.output if flight.again is None else flight.again(self, flight)
         if grad is None and self.judges:
             grad = weighed(output, 1)
-        outputs = output if type(output) is tuple else (output,)
-        grads = grad if type(grad) is tuple else (grad,) * len(outputs)
+        several = type(output) is tuple
+        outputs = output if several else (output,)
+        grads = grad if type(grad) is tuple else (grad,) * len(outputs) if several else (grad,)
         for y, g in zip(outputs, grads, strict=True):
             if y.requires_grad and g is not None:
                 roots.append(begins(y))
