@@ -102,13 +102,14 @@ class StageGroup:
             self.first.put_state(state)
             return
         at, before = 0, self._state
+        stays = [k for k, v in state.items() if isinstance(v, list) and v is before.get(k)]
+        changed = [(k, v, isinstance(v, list), isinstance(v, tuple)) for k, v in state.items() if k not in stays]
         for s in self.stages:
-            n, fresh = len(s.weights), {}
-            for k, v in state.items():
-                if isinstance(v, list):
-                    fresh[k] = s.state[k] if v is before.get(k) else chosen(v, range(at, at + n))
-                else:
-                    fresh[k] = v[at] if isinstance(v, tuple) else v
+            n, fresh = len(s.weights), dict.fromkeys(state)
+            for k in stays:
+                fresh[k] = s.state[k]
+            for k, v, several, each in changed:
+                fresh[k] = chosen(v, range(at, at + n)) if several else v[at] if each else v
             s.put_state(fresh)
             at += n
         self._states, self._state = [s.state for s in self.stages], state

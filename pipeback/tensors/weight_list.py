@@ -207,10 +207,7 @@ def copy_all(pairs: Iterable[tuple[Weights, Sequence[Tensor]]]) -> None:
     into: list[Tensor] = []
     values: list[Tensor] = []
     for w, x in pairs:
-        a, b = (
-            getattr(w, "flat", None),
-            getattr(x, "flat", None),
-        )  # as `whole` has them, which costs three times as much
+        a, b = getattr(w, "flat", None), getattr(x, "flat", None)  # as `whole` has them, at a third of its cost
         if a is not None and b is not None and len(w) == len(x) and a.shape == b.shape:
             into.append(a)
             values.append(b)
@@ -221,12 +218,31 @@ def copy_all(pairs: Iterable[tuple[Weights, Sequence[Tensor]]]) -> None:
         torch._foreach_copy_(into, values)
 
 
+def runs_of(bundles: Iterable[Weights]) -> list[Tensor]:
+    """Return the tensors of these lists; those of lists that follow each other in a strip are one vector."""
+    found: list[Tensor] = []
+    strip: Arena | None = None
+    name, begin, end = "", 0, 0
+    for bundle in bundles:
+        other = getattr(bundle, "strip", None)
+        if other is not None and other is strip and bundle.name == name and bundle.first == end:  # type: ignore[attr-defined]
+            end += len(bundle)
+            continue
+        if strip is not None:
+            found.append(strip.flat(name, begin, end - begin))
+        strip = other
+        if isinstance(bundle, WeightList) and strip is not None:
+            name, begin, end = bundle.name, bundle.first, bundle.first + len(bundle)
+        else:
+            found += bundle
+    if strip is not None:
+        found.append(strip.flat(name, begin, end - begin))
+    return found
+
+
 def set_aside(bundles: Iterable[Weights]) -> Callable[[], None]:
     """Copy the weights, and return what puts the copies back."""
-    places: list[Tensor] = []
-    for bundle in bundles:
-        flat = getattr(bundle, "flat", None)
-        places += bundle if flat is None else [flat]
+    places = runs_of(bundles)
     kept = [w.detach().clone() for w in places]
     return partial(torch._foreach_copy_, places, kept)
 
