@@ -16,6 +16,9 @@ MB planned      the same, optimizer state and gradients, as `Pipeline.plan` pred
 MB resident     growth of the process when the pipeline was built and filled. Only this counts what is no tensor:
                 `KB in flight` is resident beyond planned, over the stages' micro-batches that are in flight
 
+For every slack, the same is done by hand, in torch alone (`by_hand`): as many graphs are alive, and nothing else. What
+grows there with the number of stages is the cost of memory that has left the caches.
+
 Two more tables follow: pushes of more and more micro-batches (`push_length`), and what happens once in pipelines of up
 to 1,024 stages (`deep`). Their stages run one by one, and as one.
 """
@@ -30,12 +33,14 @@ from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import cross_entropy
 
 import pipeback
 from pipeback import methods
 from pipeback.plan.training_plan import Plan
 from pipeback.recipes.benches import deep, push_length
-from pipeback.recipes.benches.network import create, pipeline
+from pipeback.recipes.benches.by_hand import ByHand
+from pipeback.recipes.benches.network import create, network, pipeline
 from pipeback.recipes.benches.peaks import peak
 from pipeback.recipes.benches.turns import interleaved, on_ranks, spread
 from pipeback.recipes.markdown import table
@@ -71,6 +76,8 @@ def main(repeats: int, stages: str = "", methods: str = "", slack: str = "", mic
         for ahead in slacks:
             points = on_ranks(grown, name, ahead, sizes, repeats, ranks=1)
             print("\n" + text(name, ahead, points), flush=True)
+    for ahead in slacks:
+        print("\n" + text_by_hand(ahead, on_ranks(grown_by_hand, ahead, sizes, repeats, ranks=1)), flush=True)
     print()
     push_length.main(repeats, lengths)
     print()
@@ -118,6 +125,22 @@ def grown(rank: int, store: str, name: str, slack: int, sizes: list[int], repeat
     return [point(pipes[stages], seconds[str(stages)], resident[stages]) for stages in sizes]
 
 
+def grown_by_hand(rank: int, store: str, slack: int, sizes: list[int], repeats: int) -> dict[int, list[float]]:
+    """The seconds of every turn by number of stages, of full pipelines by hand."""
+    x, y = torch.randn(TURN, 1, WIDTH), torch.randint(0, 10, (TURN, 1))
+    pipes = {stages: ByHand(list(network(stages, WIDTH)), cross_entropy, slack) for stages in sizes}
+
+    def turn(pipe: ByHand) -> None:
+        for mb in zip(x, y, strict=True):
+            pipe.train(*mb)
+
+    for pipe in pipes.values():
+        for _ in range(0, max(pipe.ahead) + 1, TURN):
+            turn(pipe)
+    seconds = interleaved({str(stages): partial(turn, pipe) for stages, pipe in pipes.items()}, repeats)
+    return {stages: seconds[str(stages)] for stages in sizes}
+
+
 def point(pipe: pipeback.Pipeline, seconds: list[float], resident: float | None) -> Point:
     count = pipe.stages
     found, sizes = pipe.memory(), [sum(p.numel() for p in part.parameters()) for part in pipe.model.children()]
@@ -125,6 +148,21 @@ def point(pipe: pipeback.Pipeline, seconds: list[float], resident: float | None)
     counted = round(found.weights * (found.copies + found.state)) + found.activations
     flying = sum(in_flight(pipe.method.schedule, count))
     return Point(count, flying, seconds, found.copies, declared, counted, planned(pipe.plan()), resident)
+
+
+def text_by_hand(slack: int, seconds: dict[int, list[float]]) -> str:
+    line = f"by hand, slack {slack}"
+    if len(seconds) > 1:
+        line += f": power {power(list(seconds), [statistics.median(some) / TURN for some in seconds.values()]):.2f}"
+    rows: list[list[object]] = [
+        [
+            stages,
+            f"{slack * stages * (stages - 1) // 2 + stages:,}",
+            spread([1e6 * t / TURN / stages for t in some], ".1f"),
+        ]
+        for stages, some in seconds.items()
+    ]
+    return "\n".join([line, "", table(["stages", "in flight", "µs"], rows, left=())])
 
 
 def planned(plan: Plan) -> int:

@@ -1,0 +1,77 @@
+"""A pipeline by hand: what torch alone takes for the forwards, backwards and steps of `pb`, with as many graphs alive.
+
+The stages are cut as in a Pipeline: each has a graph of its own, whose input is a leaf. At every micro-batch all stages
+run forward on it, then all run backward, in one call of autograd, on the micro-batch whose turn it is, then one
+optimizer steps all weights. There are no schedule, method, checks, errors, records, states or hooks. What this takes
+beyond the plain loop is not the event loop's: a cut graph has more nodes than a whole one, and a graph that waits has
+left the caches.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn, ones
+
+from pipeback.private import run_backward
+from pipeback.recipes.benches.contenders import Contender, Task
+from pipeback.recipes.benches.network import sgd
+
+
+class ByHand:
+    """Stages of `pb` at a slack: at stage s of S, `slack` · (S − 1 − s) micro-batches are between forward and backward.
+
+    On the last stage, `loss` is part of the graph.
+    """
+
+    def __init__(self, stages: Sequence[nn.Module], loss: Callable[[Any, Any], Tensor], slack: int = 2) -> None:
+        self.stages, self.loss = list(stages), loss
+        last = len(self.stages) - 1
+        self.ahead = [slack * (last - s) for s in range(last + 1)]
+        self.flying: list[deque[tuple[Tensor, Tensor]]] = [deque() for _ in self.stages]
+        self.gradients: list[deque[Tensor]] = [deque() for _ in self.stages]  # of outputs that wait for their backward
+        self.params = [p for stage in self.stages for p in stage.parameters()]
+        self.weights = [nn.Parameter(p.data) for p in self.params]  # on the same memory, with versions of their own
+        self.optimizer = sgd(self.weights)
+
+    def train(self, x: Tensor, y: Tensor) -> None:
+        """One micro-batch: its forwards, and the backwards and updates that follow."""
+        value, last = x, len(self.stages) - 1
+        for s, (stage, flying) in enumerate(zip(self.stages, self.flying, strict=True)):
+            leaf = value.detach()
+            if s:
+                leaf.requires_grad_()
+            value = stage(leaf)
+            if s == last:
+                value = self.loss(value, y)
+                self.gradients[s].append(ones(()))
+            flying.append((leaf, value))
+        ready = [s for s, flying in enumerate(self.flying) if len(flying) > self.ahead[s]]
+        graphs = [self.flying[s].popleft() for s in ready]
+        seeds = tuple([self.gradients[s].popleft() for s in ready])
+        roots = tuple([output for _, output in graphs])
+        run_backward(roots, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        for s, (leaf, _) in zip(ready, graphs, strict=True):
+            if s and leaf.grad is not None:
+                self.gradients[s - 1].append(leaf.grad)
+        for w, p in zip(self.weights, self.params, strict=True):
+            w.grad, p.grad = p.grad, None
+        self.optimizer.step()
+
+
+def by_hand(task: Task, slack: int = 2) -> Contender:
+    """`pb` by hand. It is full before the first turn."""
+    pipe = ByHand(list(task.model()), task.loss, slack)
+    x, y = task.data()
+
+    def run(count: int = task.turn) -> float:
+        begin = time.perf_counter()
+        for _ in range(count):
+            pipe.train(x, y)
+        return time.perf_counter() - begin
+
+    run(max(pipe.ahead) + 2)
+    return Contender(run, task.turn)
