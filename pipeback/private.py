@@ -143,7 +143,9 @@ _saving: WeakKeyDictionary[type, dict[str, list[str]]] = WeakKeyDictionary()
 
 def _names(kind: type, prefix: str) -> list[str]:
     """The attributes of a class of nodes whose names begin with `prefix`; every compiled graph has such a class."""
-    known = _saving.setdefault(kind, {})
+    known = _saving.get(kind)
+    if known is None:
+        known = _saving[kind] = {}
     if prefix not in known:
         known[prefix] = [name for name in dir(kind) if name.startswith(prefix)]
     return known[prefix]
@@ -153,7 +155,7 @@ def shown(node: Any) -> Iterator[tuple[str, Tensor, Raw]]:
     """(name, saved tensor, its handle) for the tensors that a node of a graph shows."""
     for name in _names(type(node), "_raw_saved_"):
         raw, plain = getattr(node, name), name.removeprefix("_raw")
-        value = getattr(node, plain if hasattr(node, plain) else "saved_tensors")
+        value = getattr(node, plain if hasattr(type(node), plain) else "saved_tensors")  # each read makes new tensors
         raws = raw if isinstance(raw, (list, tuple)) else [raw]
         values = value if isinstance(value, (list, tuple)) else [value]
         for each, tensor in zip(raws, values, strict=True):

@@ -206,9 +206,7 @@ class Stage:
         self.flights[mb] = flight
         flight.heard = not 0 <= before == registered()
         self.listen(flight)
-        number = len(self.flights) + len(self.gradients.split.waiting)
-        if number > self.peak_flights:
-            self.note_flights(number)
+        self.note_flights(len(self.flights) + len(self.gradients.split.waiting))
         return reported(output) if self.last else output
 
     def listen(self, flight: Flight) -> None:
@@ -272,9 +270,8 @@ class Stage:
         output = flight.output if flight.again is None else flight.again(self, flight)
         if grad is None and self.judges:
             grad = weighed(output, 1)
-        several = type(output) is tuple
-        outputs = output if several else (output,)
-        grads = grad if type(grad) is tuple else (grad,) * len(outputs) if several else (grad,)
+        outputs = output if type(output) is tuple else (output,)
+        grads = grad if type(grad) is tuple else (grad,) * len(outputs)
         for y, g in zip(outputs, grads, strict=True):
             if y.requires_grad and g is not None:
                 roots.append(begins(y))
@@ -350,7 +347,8 @@ class Stage:
 
     def note_flights(self, number: int) -> None:
         """Note that so many micro-batches have been in flight at once."""
-        self.peak_flights = max(self.peak_flights, number)
+        if number > self.peak_flights:
+            self.peak_flights = number
 
     def went_backward(self, options: Any) -> None:
         """Note the options under which the last micro-batch that went backward had been pushed."""

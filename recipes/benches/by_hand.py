@@ -61,6 +61,11 @@ class ByHand:
             w.grad, p.grad = p.grad, None
         self.optimizer.step()
 
+    def push(self, x: Tensor, y: Tensor) -> None:
+        """Train on micro-batches of one sample."""
+        for some, target in zip(x.split(1), y.split(1), strict=True):
+            self.train(some, target)
+
 
 def by_hand(task: Task, slack: int = 2) -> Contender:
     """`pb` by hand. It is full before the first turn."""
