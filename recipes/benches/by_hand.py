@@ -31,32 +31,37 @@ class ByHand:
         self.stages, self.loss = list(stages), loss
         last = len(self.stages) - 1
         self.ahead = [slack * (last - s) for s in range(last + 1)]
-        self.flying: list[deque[tuple[Tensor, Tensor]]] = [deque() for _ in self.stages]
-        self.gradients: list[deque[Tensor]] = [deque() for _ in self.stages]  # of outputs that wait for their backward
+        # inputs and outputs of the graphs that wait for their backward, and the gradients of these outputs
+        self.flying: list[deque[tuple[tuple[Tensor, ...], tuple[Tensor, ...]]]] = [deque() for _ in self.stages]
+        self.gradients: list[deque[list[Tensor | None]]] = [deque() for _ in self.stages]
         self.params = [p for stage in self.stages for p in stage.parameters()]
         self.weights = [nn.Parameter(p.data) for p in self.params]  # on the same memory, with versions of their own
         self.optimizer = sgd(self.weights)
 
     def train(self, x: Tensor, y: Tensor) -> None:
         """One micro-batch: its forwards, and the backwards and updates that follow."""
-        value, last = x, len(self.stages) - 1
+        value: Any = x
+        last = len(self.stages) - 1
         for s, (stage, flying) in enumerate(zip(self.stages, self.flying, strict=True)):
-            leaf = value.detach()
-            if s:
+            several = type(value) is tuple
+            leaves = tuple([part.detach() for part in value]) if several else (value.detach(),)
+            for leaf in leaves if s else ():
                 leaf.requires_grad_()
-            value = stage(leaf)
+            value = stage(leaves if several else leaves[0])
             if s == last:
                 value = self.loss(value, y)
-                self.gradients[s].append(ones(()))
-            flying.append((leaf, value))
+                self.gradients[s].append([ones(())])
+            flying.append((leaves, value if type(value) is tuple else (value,)))
         ready = [s for s, flying in enumerate(self.flying) if len(flying) > self.ahead[s]]
         graphs = [self.flying[s].popleft() for s in ready]
-        seeds = tuple([self.gradients[s].popleft() for s in ready])
-        roots = tuple([output for _, output in graphs])
-        run_backward(roots, seeds, False, False, (), allow_unreachable=True, accumulate_grad=True)
-        for s, (leaf, _) in zip(ready, graphs, strict=True):
-            if s and leaf.grad is not None:
-                self.gradients[s - 1].append(leaf.grad)
+        seeds = [g for s in ready for g in self.gradients[s].popleft()]
+        pairs = list(zip([part for _, outputs in graphs for part in outputs], seeds, strict=True))
+        roots = tuple([y for y, g in pairs if g is not None and y.requires_grad])
+        given = tuple([g for y, g in pairs if g is not None and y.requires_grad])
+        run_backward(roots, given, False, False, (), allow_unreachable=True, accumulate_grad=True)
+        for s, (leaves, _) in zip(ready, graphs, strict=True):
+            if s:
+                self.gradients[s - 1].append([leaf.grad for leaf in leaves])
         for w, p in zip(self.weights, self.params, strict=True):
             w.grad, p.grad = p.grad, None
         self.optimizer.step()

@@ -18,6 +18,7 @@ from pipeback.recipes import bench
 from pipeback.recipes.benches import (
     against,
     auto,
+    contenders,
     deep,
     event_loop,
     processes,
@@ -141,6 +142,17 @@ def test_a_pipeline_by_hand_trains_what_pb_does(slack):
     assert [len(flying) for flying in mine.flying] == [slack * ahead for ahead in (3, 2, 1, 0)]
     assert all(map(torch.equal, mine.params, pipe.model.parameters()))
     assert not torch.equal(mine.params[0], next(network(4, 8).parameters()))
+
+
+def test_by_hand_stages_may_hand_on_several_tensors():
+    """As the halves of a residual block do."""
+    task = event_loop.CASES["ResNet-20, one stage per layer"][0]
+    mine = ByHand(list(task.model()), task.loss, slack=0)
+    pipe = contenders.build(task, methods.create("pb", slack=0))
+    x, y = task.data()
+    mine.push(x, y)
+    pipe.push(x, y)
+    assert all(map(torch.equal, mine.params, pipe.model.parameters()))
 
 
 @pytest.mark.parametrize(
