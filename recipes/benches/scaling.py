@@ -76,7 +76,7 @@ def main(repeats: int, stages: str = "", methods: str = "", slack: str = "", mic
         for ahead in slacks:
             points = on_ranks(grown, name, ahead, sizes, repeats, ranks=1)
             print("\n" + text(name, ahead, points), flush=True)
-    for ahead in slacks:
+    for ahead in filter(None, slacks):  # at slack 0 one backward waits for the other
         found = on_ranks(beside_by_hand, ahead, sizes, repeats, ranks=1)
         print("\n" + text_by_hand(ahead, sizes, found), flush=True)
     print()
