@@ -22,9 +22,9 @@ from pipeback.recipes.benches.network import sgd
 
 
 class ByHand:
-    """Stages of `pb` at a slack of 1 or 2: at stage s of S, `slack` · (S − 1 − s) micro-batches are between forward and backward.
+    """Stages of `pb`: at stage s of S, `slack` · (S − 1 − s) micro-batches are between forward and backward.
 
-    On the last stage, `loss` is part of the graph.
+    slack: 1 or 2. On the last stage, `loss` is part of the graph.
     """
 
     def __init__(self, stages: Sequence[nn.Module], loss: Callable[[Any, Any], Tensor], slack: int = 2) -> None:
