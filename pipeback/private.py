@@ -9,6 +9,7 @@
 * `numbers_of`: the numbers that a node has saved.
 * `newness`, `holds`: when the node of a graph was made, and whether it still has what it had saved; autograd goes from
   the newest to the oldest, and what it has passed lets go.
+* `casts_anywhere`: whether this thread is inside `torch.autocast` for any type of device, in one call.
 * `in_backward`: whether autograd asks for a saved tensor, and not somebody who looks in.
 * `run_backward`: what torch.autograd.backward calls, without its checks in Python of every root; the engine checks
   them, too.
@@ -142,7 +143,9 @@ _saving: WeakKeyDictionary[type, dict[str, list[str]]] = WeakKeyDictionary()
 
 def _names(kind: type, prefix: str) -> list[str]:
     """The attributes of a class of nodes whose names begin with `prefix`; every compiled graph has such a class."""
-    known = _saving.setdefault(kind, {})
+    known = _saving.get(kind)
+    if known is None:
+        known = _saving[kind] = {}
     if prefix not in known:
         known[prefix] = [name for name in dir(kind) if name.startswith(prefix)]
     return known[prefix]
@@ -152,7 +155,7 @@ def shown(node: Any) -> Iterator[tuple[str, Tensor, Raw]]:
     """(name, saved tensor, its handle) for the tensors that a node of a graph shows."""
     for name in _names(type(node), "_raw_saved_"):
         raw, plain = getattr(node, name), name.removeprefix("_raw")
-        value = getattr(node, plain if hasattr(node, plain) else "saved_tensors")
+        value = getattr(node, plain if hasattr(type(node), plain) else "saved_tensors")  # each read makes new tensors
         raws = raw if isinstance(raw, (list, tuple)) else [raw]
         values = value if isinstance(value, (list, tuple)) else [value]
         for each, tensor in zip(raws, values, strict=True):
@@ -190,6 +193,13 @@ def holds(node: Any) -> bool:
 def in_backward() -> bool:
     with needing("torch._C._current_graph_task_id"):
         return torch._C._current_graph_task_id() >= 0
+
+
+def casts_anywhere() -> bool:
+    try:  # not `needing`: this is asked per forward
+        return torch._C._is_any_autocast_enabled()
+    except AttributeError as error:
+        raise Moved("torch._C._is_any_autocast_enabled") from error
 
 
 def keep_versions(tensors: Sequence[Tensor]) -> Any:

@@ -141,3 +141,12 @@ def test_what_autograd_has_passed():
     assert private.holds(older.grad_fn) and private.holds(newer.grad_fn)
     newer.sum().backward()
     assert private.holds(older.grad_fn) and not private.holds(newer.grad_fn)
+
+
+def test_autocast_is_seen_in_one_call():
+    assert not private.casts_anywhere()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert private.casts_anywhere()
+        with torch.autocast("cpu", enabled=False):
+            assert not private.casts_anywhere()
+    assert not private.casts_anywhere()

@@ -130,7 +130,9 @@ class PipeMare(Method):
             tau = max(1.0, _flying(self.slack, self.micro_batches, when.stages)[when.stage] / self.micro_batches)
             return [float(tau ** (1 - min(updates / self.anneal, 1)))] * len(when.delays)
         # N = 1: of a stage, D + 1 micro-batches are in flight
-        return [(1.0 + D) ** (1 - min(k / self.anneal, 1)) for D, k in zip(when.delays, updates, strict=True)]
+        pairs = list(zip(when.delays, updates, strict=True))
+        of = {(D, k): (1.0 + D) ** (1 - min(k / self.anneal, 1)) for D, k in dict.fromkeys(pairs)}
+        return [of[pair] for pair in pairs]
 
 
 @cache

@@ -32,8 +32,11 @@ def each_divided(optimizer: OptimizerLike, weights: Weights, divisors: Sequence[
             yield
         return
     groups, own = optimizer.param_groups, list(optimizer.param_groups)
-    of = dict(zip(map(id, weights), divisors, strict=True))
-    groups[:] = [part for group in own for part in _parts(group, [of[id(w)] for w in group["params"]])]
+    if len(own) == 1 and own[0]["params"] is weights:
+        groups[:] = _parts(own[0], divisors)
+    else:
+        of = dict(zip(map(id, weights), divisors, strict=True))
+        groups[:] = [part for group in own for part in _parts(group, [of[id(w)] for w in group["params"]])]
     try:
         yield
     finally:

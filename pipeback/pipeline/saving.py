@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeback.checkpoint import commits, pipeline_state
+from pipeback.checkpoint.collection import uncollected
 from pipeback.counts import counted
 from pipeback.errors import StoreError
 from pipeback.pipeline.build import Built
@@ -52,7 +53,8 @@ class Saving:
             engine.wait()
             if self._ahead.count:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
-            return pipeline_state.share(engine.holding.mine, engine.loops, engine.holding.saving, take)
+            with uncollected():
+                return pipeline_state.share(engine.holding.mine, engine.loops, engine.holding.saving, take)
 
     def plain(self) -> dict[str, Any]:
         """Do what `Pipeline.plain` does."""
@@ -91,7 +93,8 @@ class Saving:
             )  # fmt: skip
             engine.check(plain)
             engine.reopen()
-            engine.do(partial(self._take_up, state_dict, plain))
+            with uncollected():
+                engine.do(partial(self._take_up, state_dict, plain))
             engine.remember()
 
     def put_back(self, state_dict: dict[str, Any]) -> None:

@@ -18,7 +18,10 @@ class Dropped(StageError):
     """The forward of a micro-batch failed. Nothing was trained on it, and the pipeline goes on."""
 
 
-_STANDS = attrgetter("random.state", "version", "gradients.count", "options", "peak_flights", "flights")
+_STANDS = attrgetter(
+    "random.state", "version", "gradients.count", "options", "peak_flights", "flights", "gradients.split.waiting",
+    "learnt.changing",
+)  # fmt: skip
 
 
 class Mark:
@@ -33,10 +36,11 @@ class Mark:
         """Remember the present state. more: anything else to remember with it."""
         self.more, self.order = more, order.state()
         self.worker = worker.start, worker.base, worker.entered
-        self.stages = list(map(_STANDS, _in(worker)))
-        self.flights = [len(flights) for *_, flights in self.stages]
-        self.waiting = [len(stage.gradients.split.waiting) for stage in _in(worker)]  # between I and W
-        self._homes = [at for s in _in(worker) for at in s.learnt.changing if at[0].get(at[1]) is not None]
+        columns = list(zip(*map(_STANDS, _in(worker)), strict=True))
+        self.stages = columns[:5]  # of each attribute, the values of all stages
+        self.flights = list(map(len, columns[5]))
+        self.waiting = any(map(len, columns[6]))  # between I and W
+        self._homes = [at for some in filter(None, columns[7]) for at in some if at[0].get(at[1]) is not None]
         buffers = [owner[key] for owner, key in self._homes]
         same = len(buffers) == len(self._buffers) and all(map(is_, buffers, self._buffers))
         if not same or any(b.shape != v.shape for b, v in zip(buffers, self._values, strict=True)):
@@ -49,15 +53,16 @@ class Mark:
     @property
     def empty(self) -> bool:
         """Whether nothing was in flight, and no gradient waited for its update."""
-        return not any((*self.flights, *self.waiting)) and not any(count for _, _, count, *_ in self.stages)
+        return not any(self.flights) and not self.waiting and not any(self.stages[2])
 
     def within_reach(self, worker: Worker) -> bool:
         """Whether no stage has, since the mark, updated its weights or run the backward of an earlier micro-batch."""
-        first, every = self.order["arrived"], zip(_in(worker), self.stages, self.flights, strict=True)
+        _, versions, counts, *_ = self.stages
+        first, every = self.order["arrived"], zip(_in(worker), versions, counts, self.flights, strict=True)
         return all(
             stage.version == version
             and (self.empty or (stage.gradients.count == count and sum(mb < first for mb in stage.flights) == flights))
-            for stage, (_, version, count, *_), flights in every
+            for stage, version, count, flights in every
         )
 
     def restore(self, worker: Worker) -> None:
@@ -66,7 +71,7 @@ class Mark:
         first = self.order["arrived"]
         worker.start, worker.base, worker.entered = self.worker
         forget(worker, first)
-        for stage, (stream, _, count, options, peak, _) in zip(_in(worker), self.stages, strict=True):
+        for stage, stream, _, count, options, peak in zip(_in(worker), *self.stages, strict=True):
             if self.empty:
                 stage.gradients.take()
                 stage.home.bring_sums()

@@ -181,7 +181,7 @@ class Worker:
         if self.method.needs_entry:
             for (s, i), flight in zip(ops, flights, strict=True):
                 flight.entry = self.entries.pop(i) if s == self.last else self.entries[i]
-        if self.stash:
+        if self.stash and held:  # flights may have got weights of their own
             for s in numbers:
                 stages[s].versions.note_copies(stages[s].flights)
 

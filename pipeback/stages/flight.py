@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from pipeback.private import catch
+from pipeback.private import casts_anywhere, catch
 from pipeback.stages.home import Repetition, StackedFlight
 from pipeback.tensors import accelerators
 from pipeback.tensors.batches import whole
@@ -30,7 +30,7 @@ class Flight:
 
     def __init__(self, leaves: tuple[Tensor, ...], output: Value, target: Any, version: int, tuple_input: bool) -> None:
         self.tuple_input = tuple_input
-        self.autocast = _around(leaves)  # what F ran under
+        self.autocast: accelerators.Autocast = _around(leaves) if casts_anywhere() else ()  # what F ran under
         self.leaves = leaves  # the inputs, cut from the graph of the stage before
         self.output = rooted(output)  # where B begins
         self.target = target

@@ -51,7 +51,8 @@ class Gradients:
 
     def lend(self) -> None:
         """Before B: put the sums where autograd adds to them."""
-        self.adopt()
+        if self._shown:
+            self.adopt()
         for p, g in zip(self.params, self.values, strict=True):
             p.grad = g  # whatever others may have left there
 
@@ -86,7 +87,8 @@ class Gradients:
 
     def take(self) -> list[Tensor | None]:
         """Return all sums, and begin new ones."""
-        self.hide()
+        if self._shown:
+            self.hide()
         values, self.values = self.values, [None] * len(self.params)
         self._made = [None] * len(self.params)
         return values

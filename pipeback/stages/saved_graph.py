@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeback.private import Raw, identity, numbers_of, shown
-from pipeback.splitting.module_restore import untouched
+from pipeback.splitting.module_restore import Untouched
 from pipeback.stages import copy_slices
 from pipeback.tensors.copies import lies_in, pieces, replica, storages, tensors_in
 
@@ -183,12 +183,15 @@ def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Seque
     return sum(held(roots, leaves, weights).values())
 
 
-def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any, copy_slices.Handles | None]:
+def rerun(
+    stage: Any, x: Any, target: Any, around: Untouched
+) -> tuple[tuple[Tensor, ...], Any, copy_slices.Handles | None]:
     """Run the stage's forward once more, for the structure of its graph; buffers and random state are put back.
 
+    around: `untouched` of the stage's module; it serves any number of reruns.
     Returns its leaves, its output, and handles of the saved tensors, if the graph hides some of them.
     """
-    leaves, output = _once_more(stage, x, target)
+    leaves, output = _once_more(stage, x, target, around)
     if getattr(stage.call, "handles", None) is not None:  # it has hooks on what it saves (`afresh`)
         return leaves, output, stage.call.handles
     roots = [part for part in tensors_in(output) if part.requires_grad]
@@ -196,10 +199,10 @@ def rerun(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any, cop
         return leaves, output, None
     handles = copy_slices.Handles(stage.label)
     with saved_tensors_hooks(handles.pack, handles.unpack):
-        return *_once_more(stage, x, target), handles
+        return *_once_more(stage, x, target, around), handles
 
 
-def _once_more(stage: Any, x: Any, target: Any) -> tuple[tuple[Tensor, ...], Any]:
-    with untouched(stage.module), torch.random.fork_rng(devices=[]):
+def _once_more(stage: Any, x: Any, target: Any, around: Untouched) -> tuple[tuple[Tensor, ...], Any]:
+    with around, torch.random.fork_rng(devices=[]):
         leaves, given = stage.enter(x)
         return leaves, stage.run(given, target)

@@ -347,7 +347,8 @@ class Stage:
 
     def note_flights(self, number: int) -> None:
         """Note that so many micro-batches have been in flight at once."""
-        self.peak_flights = max(self.peak_flights, number)
+        if number > self.peak_flights:
+            self.peak_flights = number
 
     def went_backward(self, options: Any) -> None:
         """Note the options under which the last micro-batch that went backward had been pushed."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.splitting.module_restore import Untouched, untouched
 from pipeback.stages import saved_graph, split_backward
 from pipeback.stages.flight import Flight, grown
 from pipeback.stages.module_settings import Settings
@@ -231,7 +232,8 @@ def load_flights(
     if stage.stack is not None:
         stage.stack.restart(stage)
     flights = sorted(((int(mb), p) for mb, p in plain["flights"].items()), key=lambda pair: pair[0])
-    stage.put_flights({mb: _load_flight(stage, mb, p, tensors, options) for mb, p in flights})
+    around = untouched(stage.module)  # made once, since it looks at every attribute of every module
+    stage.put_flights({mb: _load_flight(stage, mb, p, tensors, options, around) for mb, p in flights})
     for mb, there, which, number in plain.get("late", ()):
         names = [f"late/{mb}/{n}" if str(n) in there else None for n in range(len(stage.params))]
         found = [None if name is None else _home(stage, tensors[name]) for name in names]
@@ -242,7 +244,9 @@ def load_flights(
     }
 
 
-def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any]) -> Flight:
+def _load_flight(
+    stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any], around: Untouched
+) -> Flight:
     if plain.get("row") is not None:
         return _load_row(stage, mb, plain, tensors, options)
     x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
@@ -253,7 +257,7 @@ def _load_flight(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tens
     autocast = accelerators.read((plain if "autocast" in plain else again or {}).get("autocast", ()))
     if again is None:
         with accelerators.under(autocast):
-            leaves, output, handles = saved_graph.rerun(stage, x, target)
+            leaves, output, handles = saved_graph.rerun(stage, x, target, around)
         prefix, away = f"flight/{mb}/saved/", stage.keeping is not None and stage.keeping.away
         where, device = f"{stage.label}, micro-batch {mb}", torch.device("cpu") if away else stage.device
         values = [copies.replica(value, device) for value in _numbered(tensors, prefix)]

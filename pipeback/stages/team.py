@@ -6,7 +6,8 @@ A team is one stage, or several whose weights, states and numbers are concatenat
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import is_
+from itertools import repeat
+from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -17,6 +18,8 @@ from pipeback.stages.gradients import dense
 from pipeback.stages.joint_optimizer import JointOptimizer, Options, rates_of
 from pipeback.stages.stage import Stage
 from pipeback.tensors.weight_list import GRADIENTS, Weights, chosen, joined
+
+_LAYOUT = attrgetter("layout")
 
 
 class StageGroup:
@@ -44,10 +47,12 @@ class StageGroup:
 
         whole: whether the method computes with velocities, which need dense gradients.
         """
-        if whole and isinstance(self.first.optimizer, torch.optim.SGD):
-            grads = [None if g is None else dense(g) for g in grads]
+        there = not any(map(is_, grads, repeat(None)))
+        strided = there and {*map(_LAYOUT, grads)} == {torch.strided}
+        if not strided and whole and isinstance(self.first.optimizer, torch.optim.SGD):
+            grads, strided = [None if g is None else dense(g) for g in grads], there
         beside = [] if self.weights.strip is None else self.weights.room(GRADIENTS)
-        self._stays = len(beside) > 0 and all(g is not None and g.layout is torch.strided for g in grads)
+        self._stays = strided and len(beside) > 0
         if self._stays:
             torch._foreach_copy_(beside, grads)  # type: ignore[arg-type]
             grads = beside
@@ -97,13 +102,14 @@ class StageGroup:
             self.first.put_state(state)
             return
         at, before = 0, self._state
+        stays = [k for k, v in state.items() if isinstance(v, list) and v is before.get(k)]
+        changed = [(k, v, isinstance(v, list), isinstance(v, tuple)) for k, v in state.items() if k not in stays]
         for s in self.stages:
-            n, fresh = len(s.weights), {}
-            for k, v in state.items():
-                if isinstance(v, list):
-                    fresh[k] = s.state[k] if v is before.get(k) else chosen(v, range(at, at + n))
-                else:
-                    fresh[k] = v[at] if isinstance(v, tuple) else v
+            n, fresh = len(s.weights), dict.fromkeys(state)
+            for k in stays:
+                fresh[k] = s.state[k]
+            for k, v, several, each in changed:
+                fresh[k] = chosen(v, range(at, at + n)) if several else v[at] if each else v
             s.put_state(fresh)
             at += n
         self._states, self._state = [s.state for s in self.stages], state

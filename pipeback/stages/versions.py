@@ -46,11 +46,13 @@ class Versions:
 
     def release(self, at: int, newest: int, flights: Flights) -> None:
         """Drop the versions that no flight uses and that, at version `at`, no later forward may ask for."""
-        due = self.due.version if self.due is not None else None
-        for old in list(self.kept):  # as they were kept, and as flights end: the oldest first
-            if old >= at - self.history or old == due or _needed(old, newest, flights):
+        kept = self.kept
+        while kept:
+            old = next(iter(kept))  # as they were kept, and as flights end: the oldest first
+            due = self.due is not None and old == self.due.version
+            if old >= at - self.history or due or _needed(old, newest, flights):
                 return
-            dropped = self.kept.pop(old)
+            dropped = kept.pop(old)
             self._spare = dropped if isinstance(dropped, WeightList) else None  # others may have left the memory
 
     def hand(self, mb: int, flight: Flight) -> None:

@@ -16,6 +16,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from pipeback.private import casts_anywhere
+
 
 def away(device: torch.device | None) -> bool:
     """Whether a device is an accelerator, that is, neither the CPU nor the meta device."""
@@ -33,11 +35,13 @@ Autocast = tuple[tuple[str, torch.dtype], ...]  # the types of device that it is
 
 def autocast() -> bool:
     """Whether this thread is inside `torch.autocast` for any of these types of device."""
-    return any(torch.is_autocast_enabled(kind) for kind in kinds())
+    return casts_anywhere() and any(torch.is_autocast_enabled(kind) for kind in kinds())
 
 
 def casting() -> Autocast:
     """Return the autocast that this thread is inside; () for none."""
+    if not casts_anywhere():
+        return ()
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in kinds() if torch.is_autocast_enabled(kind))
 
 

@@ -1,4 +1,7 @@
-"""Times pushes of the event loop over the plain PyTorch loop: one process, one thread, micro-batch 1."""
+"""Times pushes of the event loop over the plain PyTorch loop: one process, one thread, micro-batch 1.
+
+`by hand` is what torch alone takes for `pb`'s forwards, backwards and steps (`by_hand`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from functools import partial
 from torch import nn
 
 from pipeback.recipes.benches.against import Rows
+from pipeback.recipes.benches.by_hand import by_hand
 from pipeback.recipes.benches.contenders import Contender, plain, pushed
 from pipeback.recipes.benches.network import create, network
 from pipeback.recipes.benches.tasks import NETWORKS, Network, Task
@@ -36,6 +40,7 @@ def main(repeats: int) -> None:
     print("One process, one thread, micro-batch 1.")
     for words, (task, methods) in CASES.items():
         runs: dict[str, Contender] = {"plain loop": plain(task, task.turn)}
+        runs["by hand"] = by_hand(task)
         for name in methods:
             runs[name] = pushed(task, create(name, len(task.model())))
         seconds = {name: [1 / rate for rate in some] for name, some in take_turns(runs, repeats).items()}

@@ -16,6 +16,9 @@ MB planned      the same, optimizer state and gradients, as `Pipeline.plan` pred
 MB resident     growth of the process when the pipeline was built and filled. Only this counts what is no tensor:
                 `KB in flight` is resident beyond planned, over the stages' micro-batches that are in flight
 
+For every slack, `pb` takes turns with the same done by hand, in torch alone (`by_hand`): as many graphs are alive, and
+nothing else. What grows there with the number of stages is the cost of memory that has left the caches.
+
 Two more tables follow: pushes of more and more micro-batches (`push_length`), and what happens once in pipelines of up
 to 1,024 stages (`deep`). Their stages run one by one, and as one.
 """
@@ -25,17 +28,19 @@ from __future__ import annotations
 import math
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import cross_entropy
 
 import pipeback
 from pipeback import methods
 from pipeback.plan.training_plan import Plan
 from pipeback.recipes.benches import deep, push_length
-from pipeback.recipes.benches.network import create, pipeline
+from pipeback.recipes.benches.by_hand import ByHand
+from pipeback.recipes.benches.network import create, network, pipeline
 from pipeback.recipes.benches.peaks import peak
 from pipeback.recipes.benches.turns import interleaved, on_ranks, spread
 from pipeback.recipes.markdown import table
@@ -71,6 +76,9 @@ def main(repeats: int, stages: str = "", methods: str = "", slack: str = "", mic
         for ahead in slacks:
             points = on_ranks(grown, name, ahead, sizes, repeats, ranks=1)
             print("\n" + text(name, ahead, points), flush=True)
+    for ahead in filter(None, slacks):  # at slack 0 one backward waits for the other
+        found = on_ranks(beside_by_hand, ahead, sizes, repeats, ranks=1)
+        print("\n" + text_by_hand(ahead, sizes, found), flush=True)
     print()
     push_length.main(repeats, lengths)
     print()
@@ -118,6 +126,20 @@ def grown(rank: int, store: str, name: str, slack: int, sizes: list[int], repeat
     return [point(pipes[stages], seconds[str(stages)], resident[stages]) for stages in sizes]
 
 
+def beside_by_hand(rank: int, store: str, slack: int, sizes: list[int], repeats: int) -> dict[str, list[float]]:
+    """The seconds of every turn of full pipelines of each size, by hand ("hand N") and with `pb` ("pb N")."""
+    x, y = torch.randn(TURN, WIDTH), torch.randint(0, 10, (TURN,))
+    runs: dict[str, Callable[[], object]] = {}
+    for stages in sizes:
+        hand = ByHand(list(network(stages, WIDTH)), cross_entropy, slack)
+        pipe = pipeline(create("pb", stages, slack=slack), stages, WIDTH, micro_batch_size=1)
+        runs[f"hand {stages}"], runs[f"pb {stages}"] = partial(hand.push, x, y), partial(pipe.push, x, y)
+        for _ in range(0, slack * (stages - 1) + 1, TURN):
+            hand.push(x, y)
+            pipe.push(x, y)
+    return interleaved(runs, repeats)
+
+
 def point(pipe: pipeback.Pipeline, seconds: list[float], resident: float | None) -> Point:
     count = pipe.stages
     found, sizes = pipe.memory(), [sum(p.numel() for p in part.parameters()) for part in pipe.model.children()]
@@ -125,6 +147,18 @@ def point(pipe: pipeback.Pipeline, seconds: list[float], resident: float | None)
     counted = round(found.weights * (found.copies + found.state)) + found.activations
     flying = sum(in_flight(pipe.method.schedule, count))
     return Point(count, flying, seconds, found.copies, declared, counted, planned(pipe.plan()), resident)
+
+
+def text_by_hand(slack: int, sizes: Sequence[int], seconds: dict[str, list[float]]) -> str:
+    line, rows = f"by hand, slack {slack}", list[list[object]]()
+    if len(sizes) > 1:
+        line += f": power {power(sizes, [statistics.median(seconds[f'hand {n}']) for n in sizes]):.2f}"
+    for n in sizes:
+        hand, pb = seconds[f"hand {n}"], seconds[f"pb {n}"]
+        ratios = [b / a for a, b in zip(hand, pb, strict=True)]
+        flying = f"{slack * n * (n - 1) // 2 + n:,}"
+        rows.append([n, flying, spread([1e6 * t / TURN / n for t in hand], ".1f"), spread(ratios)])
+    return "\n".join([line, "", table(["stages", "in flight", "µs", "`pb` over that"], rows, left=())])
 
 
 def planned(plan: Plan) -> int:

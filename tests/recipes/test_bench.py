@@ -11,11 +11,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy
 
+from pipeback import methods
 from pipeback.recipes import bench
 from pipeback.recipes.benches import (
     against,
     auto,
+    contenders,
     deep,
     event_loop,
     processes,
@@ -27,8 +30,9 @@ from pipeback.recipes.benches import (
     under_lightning,
     vectorized,
 )
+from pipeback.recipes.benches.by_hand import ByHand
 from pipeback.recipes.benches.contenders import Case
-from pipeback.recipes.benches.network import network
+from pipeback.recipes.benches.network import network, pipeline
 from pipeback.recipes.benches.tasks import Network, Task
 from pipeback.recipes.benches.vectorized import Linear, blocks
 
@@ -119,10 +123,36 @@ def test_scaling_with_few_stages(capfd, monkeypatch):
         assert [stages for stages, _ in once] == ["4", "8"]
     assert re.search(r"\n`pb`, slack 1: power -?\d+\.\d\d", out)
     declared = {"pb": ("1.00", "1.00"), "pipedream": ("2.65", "4.75")}  # 1 + S − 1 − s, weighed by size
+    by_hand = r"by hand, slack 1: power -?\d+\.\d\d\n\n.*`pb` over.*\n.*\n\| +4 \| +10 \|.*\n\| +8 \| +36 \|"
+    assert re.search(by_hand, out)
     rows = re.findall(r"\n\| +(4|8) \| +([\d,]+) \| .*? … [\d.]+\) \| +([\d.]+) \| +([\d.]+) ", out)
     assert [(int(n), flying) for n, flying, *_ in rows] == [(4, "10"), (8, "36")] * 2
     assert all(copies == said for *_, copies, said in rows)
     assert [said for *_, said in rows[:2]] == list(declared["pb"])
+
+
+@pytest.mark.parametrize("slack", [1, 2])
+def test_a_pipeline_by_hand_trains_what_pb_does(slack):
+    """So its time is that of the same work."""
+    mine = ByHand(list(network(4, 8)), cross_entropy, slack)
+    pipe = pipeline(methods.create("pb", slack=slack), 4, 8, micro_batch_size=1)
+    x, y = torch.randn(20, 8), torch.randint(0, 10, (20,))
+    mine.push(x, y)
+    pipe.push(x, y)
+    assert [len(flying) for flying in mine.flying] == [slack * ahead for ahead in (3, 2, 1, 0)]
+    assert all(map(torch.equal, mine.params, pipe.model.parameters()))
+    assert not torch.equal(mine.params[0], next(network(4, 8).parameters()))
+
+
+def test_by_hand_stages_may_hand_on_several_tensors():
+    """As the halves of a residual block do."""
+    task = event_loop.CASES["ResNet-20, one stage per layer"][0]
+    mine = ByHand(list(task.model()), task.loss, slack=1)
+    pipe = contenders.build(task, methods.create("pb", slack=1))
+    x, y = task.data(21)
+    mine.push(x, y)
+    pipe.push(x, y)
+    assert all(map(torch.equal, mine.params, pipe.model.parameters()))
 
 
 @pytest.mark.parametrize(
@@ -149,7 +179,8 @@ def test_the_event_loop_is_measured_a_stage_a_block_and_a_layer(capsys, monkeypa
     event_loop.main(2)
     head, _, *rows = cells(capsys.readouterr().out)
     assert head[0] == "three layers"
-    assert [row[:2] for row in rows] == [["plain loop", "–"], ["`pb`", "4"], ["`cerebras`", "4"]]
+    named = [["plain loop", "–"], ["by hand", "–"], ["`pb`", "4"], ["`cerebras`", "4"]]
+    assert [row[:2] for row in rows] == named
     assert rows[0][-1] == "1.00 (1.00 … 1.00)"
     assert all(float(row[-1].split()[0]) > 0 for row in rows)
 
