@@ -219,7 +219,7 @@ SEARCHED: dict[str, Revert] = {
     ),
     "steps of sparse gradients": revert(
         "stages/team",
-        ("g is not None and g.layout is torch.strided for g in grads", "g is not None for g in grads"),
+        ("strided = there and {*map(_LAYOUT, grads)} == {torch.strided}", "strided = there"),
         model="sparse",
     ),
     "replicas add up gradients as they lie": revert(
