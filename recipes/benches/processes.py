@@ -71,8 +71,8 @@ def tables(rates: Rates) -> tuple[str, str]:
             beside.append([ours, theirs, over(rates[ours], rates[theirs])])
     flush = FLUSHES[-1]
     for name, (schedule, _) in MORE_PEERS.items():
-        if f"{name} {flush}" in rates:
-            ours, theirs = f"{name} {flush}", f"{schedule.__name__} {flush}"
+        ours, theirs = f"{name} {flush}", f"{schedule.__name__} {flush}"
+        if ours in rates and theirs in rates:
             beside.append([ours, theirs, over(rates[ours], rates[theirs])])
     flushing = {name: some for name, some in rates.items() if name.endswith(f" {flush}")}
     best = max(flushing, key=lambda name: statistics.median(flushing[name]))
