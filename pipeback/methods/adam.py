@@ -77,7 +77,8 @@ def moments(optimizer: OptimizerLike, group: Group, weights: Sequence[Tensor]) -
     state, (beta1, beta2) = optimizer.state, map(float, group["betas"])
     there = [w for w in weights if "exp_avg" in state.get(w, ())]
     steps = [state[w]["step"] for w in there]
-    counts = [t.double() if t.dim() else float(t) for t in steps]
+    # of rows, where the weights are; torch keeps the numbers in host memory
+    counts = [t.to(w.device, torch.float64) if t.dim() else float(t) for t, w in zip(steps, there, strict=True)]
     first, second = ([state[w][key] for w in there] for key in ("exp_avg", "exp_avg_sq"))
     corrections = ([column(1 - beta**t, w) for t, w in zip(counts, there, strict=True)] for beta in (beta1, beta2))
     return Moments(there, first, second, steps, counts, *corrections)

@@ -20,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 FEW = {
     "a method's own update, as rows": "test_vectorized.py::test_every_method_equals_the_event_loop[msnag]",
+    "the same of AdamW": "test_vectorized_ticks.py::test_updates_of_the_methods_own[pipeoptim-adamw]",
     "an example for a forward that is followed": "test_vectorized.py::test_a_model_whose_forward_is_followed",
     "a state with targets in flight": "test_vectorized.py::test_long_flushes[gpipe-block]",
     "AdamW in captured ticks": "test_vectorized_compiled.py::test_ticks_as_graphs[pb-adamw]",
@@ -27,9 +28,8 @@ FEW = {
     "a structure": "test_batch_forms.py::test_every_runtime_takes_an_x_as_it_takes_plain_tensors[encoding-flush]",
 }
 MANY = ("vectorized", "vectorized_ticks", "vectorized_turns", "vectorized_flushes", "vectorized_states",
-        "vectorized_stages", "vectorized_short_pushes", "runtimes", "resume", "take_back", "interleaving",
-        "streaming", "merged", "any_model", "batch_forms")  # fmt: skip
-PLAIN = ("meta_device", "plain_training", "the_models_own", "ones_own", "by_hand", "evaluation_mode")
+        "vectorized_short_pushes", "any_model", "batch_forms")  # fmt: skip
+PLAIN = ("meta_device", "plain_training", "the_models_own", "ones_own", "by_hand", "evaluation_mode", "outside")
 
 
 def passed(request: pytest.FixtureRequest, *words: str) -> str:
@@ -54,7 +54,6 @@ def test_many(request, name):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("name", ["no_delay", "runtimes", "streaming", "resume", "vectorized", "vectorized_flushes"])
-def test_as_the_default_device(request, name):
+def test_as_the_default_device(request):
     """As under `torch.set_default_device`."""
-    assert not passed(request, "--default-device", "sim", f"tests/laws/test_{name}.py")
+    assert not passed(request, "--default-device", "sim", "tests/laws/test_no_delay.py")
