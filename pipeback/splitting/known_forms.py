@@ -75,8 +75,8 @@ class Known(NamedTuple):
 
 def with_own_tensors(arguments: Arguments, model: nn.Module) -> Arguments:
     """Return the arguments with tensors of their own, since a model may change them: where all its weights are."""
-    tensors, form = opened(tuple(arguments))
-    return Arguments(*form.fill([replica(tensor, device_of(model)) for tensor in tensors]))
+    (tensors, form), device = opened(tuple(arguments)), device_of(model)
+    return Arguments(*form.fill([replica(tensor, device) for tensor in tensors]))
 
 
 def device_of(model: nn.Module) -> torch.device | None:

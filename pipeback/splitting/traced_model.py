@@ -271,11 +271,11 @@ class TracedModel:
                     self.model, *with_own_tensors(arguments, self.model), self._leaves, work=work, left=left,
                     outside=OutsideDraws(self._restores.generators, fine), within=self._walked, deep=self.deep,
                 )[0]  # fmt: skip
-        tensors, form = opened(tuple(arguments))
+        (tensors, form), device = opened(tuple(arguments)), device_of(self.model)
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
             values = {name: shaped(t) for name, t in own.items()}
-            args, kwargs = form.fill([to_device(device_of(self.model), fake.from_tensor(t)) for t in tensors])
+            args, kwargs = form.fill([to_device(device, fake.from_tensor(t)) for t in tensors])
             saved = None if answers is None else iter(answers)
             return trace_forward(
                 self.model, args, kwargs, self._leaves, values,
