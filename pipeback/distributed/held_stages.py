@@ -19,6 +19,7 @@ from pipeback.splitting.partition import balance
 from pipeback.stages.contiguous import lay_contiguously
 from pipeback.stages.recomputed_functions import Afresh
 from pipeback.stages.stage import Stage
+from pipeback.streaming.fetch_policy import together
 from pipeback.streaming.shards import ReplicaGroup
 from pipeback.streaming.sparse_weights import SparseWeights, choose
 from pipeback.streaming.store import Store
@@ -62,6 +63,11 @@ class HeldStages:
     def shared(self) -> bool:
         """Whether several workers share the stages, or several replicas each have them."""
         return self.workers > 1 or len(self.everywhere) > 1
+
+    @property
+    def most_as_one(self) -> int | None:
+        """The most stages that may run as one, since they are on the device at once; None: weights stay there."""
+        return None if self.store is None else together(self.store.prefetch)
 
     def balance(self) -> list[int]:
         """Return the worker of each stage."""
@@ -125,6 +131,14 @@ class HeldStages:
             yield
         finally:
             stage.let_go()
+
+    @contextmanager
+    def all_present(self, stages: Iterable[Stage]) -> Iterator[None]:
+        """A context in which these stages have their weights at once."""
+        with ExitStack() as stack:
+            for stage in stages:
+                stack.enter_context(self.present(stage))
+            yield
 
     def opened(self, stage: Stage, *, changes: bool = False) -> AbstractContextManager[None]:
         """A context in which all state of a stage is in memory. changes: whether the store keeps it on exit."""

@@ -135,7 +135,7 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         {"clip_norm": options.clipping.norm, "clip_value": options.clipping.value,
          "samples": options.micro_batches.weights == "samples" and not _alone(method, replicas),
          "check_finite": options.debug.check_finite},
-        _stacks(stages, method, options, later=holding.shared) if options.vectorize else [],
+        _stacks(stages, method, options, holding) if options.vectorize else [],
     )  # fmt: skip
     return Built(options, model, method, delays, replicas, optimizers, names, holding, setting)
 
@@ -166,12 +166,14 @@ def _alone(method: Method, replicas: int) -> bool:
     return single and replicas == 1 and not (method.flush_each_push or overrides(method, "schedule_at"))
 
 
-def _stacks(stages: Sequence[Stage], method: Method, options: PipelineOptions, *, later: bool) -> Sequence[Any]:
-    """Return stacks of stages that may run as one; none yet where they are made `later`."""
+def _stacks(stages: Sequence[Stage], method: Method, options: PipelineOptions, holding: HeldStages) -> Sequence[Any]:
+    """Return stacks of stages that may run as one; none yet where they are made later."""
     from pipeback.vectorized.stacks import choose_stacks  # here: its room takes a sixth of the time of the import
 
-    choose_stacks.check(stages, method, options.compile, options.vectorize)
-    return [] if later else choose_stacks.stacked(stages, method, options.compile, options.vectorize, len(stages))
+    asked = options.compile, options.vectorize
+    if not choose_stacks.check(stages, method, *asked, holding.most_as_one) or holding.shared:
+        return []
+    return choose_stacks.stacked(stages, method, *asked, len(stages), most=holding.most_as_one)
 
 
 def _agree(

@@ -30,7 +30,7 @@ from pipeback.schedules.split import splits
 from pipeback.stages.activations import recomputes
 from pipeback.stages.stage import OptimizerFactory
 from pipeback.streaming.disk_store import DiskStore
-from pipeback.streaming.store import Store
+from pipeback.streaming.store import HostStore, Store
 
 
 class PipelineOptions(NamedTuple):
@@ -138,6 +138,16 @@ class PipelineOptions(NamedTuple):
             ("store", self.streaming.store, None, "store=None"),
             ("sparsity", self.streaming.sparsity, None, "store=None"),
         ]
+        if self.vectorize and isinstance(store, HostStore):
+            among = [one for one in among if one[0] != "store"]
+            check_goes_with(f"vectorize={self.vectorize!r} with a store", ", or vectorize=False", [
+                workers, copies, ("ranks", ranks, 1, "ranks=1"),
+                ("loss", "given" if self.loss is not None else None, "given", "a loss, and push"),
+                ("vectorize", self.vectorize if self.vectorize == "cuda_graph" else True, True, "vectorize=True"),
+            ])  # fmt: skip
+        elif self.vectorize and isinstance(store, DiskStore):
+            in_memory = [("store", self.streaming.store, None, 'store="host"')]
+            check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", in_memory)
         if self.vectorize:
             kept = self.activations if recomputes(self.activations) else "device"
             among.append(("activations", self.activations, kept, f"activations={kept!r}"))

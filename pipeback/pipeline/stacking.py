@@ -27,6 +27,11 @@ class Stacking:
         self._holding, self._method, self._worker = built.holding, built.method, built.setting.worker
         self.stacks: list[Any] = list(built.setting.stacks)
         self.told: dict[str, str] = {}
+        if options.vectorize and not self.stacks and built.holding.most_as_one is not None:
+            from pipeback.vectorized.stacks.choose_stacks import STREAMED, streams_flushes
+
+            if streams_flushes(built.method):
+                self.told[numbered("stage", range(len(built.holding.stages)))] = f"stage by stage: {STREAMED}"
         self._waits = bool(options.vectorize) and built.holding.shared  # until it is known which stages a worker has
         self._tried = False
         self._seen: list[Any] = []  # what micro-batches give to the stages
@@ -102,9 +107,11 @@ class Stacking:
         """
         from pipeback.vectorized.stacks.fit_stacks import Request, fitting
 
+        holding = self._holding
         asked = Request(
-            self._method, self._asked, current, self._worker, len(self._holding.stages), self._together, self._flush
-        )
+            self._method, self._asked, current, self._worker, len(holding.stages), self._together, self._flush,
+            holding.most_as_one, holding.all_present,
+        )  # fmt: skip
         found: list[Any] = []
         told: dict[str, str] = {}
         for replica in range(len(self._holding.everywhere)):
@@ -127,6 +134,15 @@ class Stacking:
                 f"the state has micro-batches in flight in {numbered('stage', groups[0])}, which ran as one and can "
                 "only go on in a stack; build the pipeline with vectorize=True, or save it drained"
             )
+        store = self._holding.store
+        for group in groups:
+            if store is not None and len(group) > store.prefetch + 1:
+                raise ValueError(
+                    f"the state has micro-batches in flight in {numbered('stage', group)}, which ran as one, but "
+                    f"{counted(len(group), 'stage')} have no room on the device at once with "
+                    f"prefetch={store.prefetch}; build the store with prefetch={len(group) - 1}, or save the state "
+                    "drained"
+                )
         owner = balance(plain["seconds"], self._holding.workers)
         for group in groups:
             if len({owner[s] for s in group}) > 1:
@@ -150,7 +166,8 @@ class Stacking:
             here = {stage.index: stage for stage in stages}
             mine = [stack for stack in self.stacks if stack.stages[0] in stages]
             some = [group for group in groups if here.keys() >= set(group)]
-            found += regrouped(here, mine, some, self._method, self._compile, self._asked, len(self._holding.stages))
+            count, most = len(self._holding.stages), self._holding.most_as_one
+            found += regrouped(here, mine, some, self._method, self._compile, self._asked, count, most)
         self.stacks = found
 
 

@@ -15,14 +15,14 @@ touched.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 from pipeback.runtime.loop import Loop
-from pipeback.schedules.ops import Kind, Op
-from pipeback.schedules.order import Wave
-from pipeback.streaming.fetch_policy import Choice, FetchPolicy, brings
+from pipeback.schedules.ops import Kind
+from pipeback.schedules.order import Ops, Wave
+from pipeback.streaming.fetch_policy import Brings, Choice, FetchPolicy, brings, units_ahead
 
 Choose = Callable[[str, int, int, int, int, int, int], Choice]  # (kind, stage, mb, version, start, base, entry)
 
@@ -93,8 +93,7 @@ class _Flight(NamedTuple):
 
 class _Fetch(NamedTuple):
     ready: float
-    version: int
-    owned: bool
+    of: dict[int, tuple[int, bool]]  # of each stage, as in a flight: the version, and whether shifted weights are kept
 
 
 class _Place:
@@ -129,13 +128,19 @@ class DryWorker:
         choose: Choose = lambda *_: "newest",
         hooks: Mapping[Kind, bool] | None = None,
         needs_entry: bool = False,
+        stacks: Sequence[Sequence[int]] = (),
     ) -> None:
+        """stacks: the stages that run as one, which come to the device and leave it together."""
         self.stages = {s: _Place(load) for s, load in loads.items()}
         self.count, self.choose, self.needs_entry = count, choose, needs_entry
         self.resident = prefetch is None
         self.split = "with W" if self.resident else None  # a stage in a store does its backward at once
         self.prefetch = len(loads) if prefetch is None else prefetch
-        self._policy = FetchPolicy[_Fetch](self, self.prefetch, hooks or {"F": False, "B": False}, needs_entry)
+        self._unit_of = {s: s for s in loads} | {s: stack[0] for stack in stacks for s in stack}
+        self._units = {unit: [s for s in loads if self._unit_of[s] == unit] for unit in self._unit_of.values()}
+        self._ticks = bool(stacks)
+        ahead = units_ahead(self.prefetch, map(len, stacks))
+        self._policy = FetchPolicy[_Fetch](self, ahead, hooks or {"F": False, "B": False}, needs_entry)
         self.link, self.residence = _Nowhere(), self
         self.options: dict[int, Any] = {}
         self.sizes: dict[int, int] = {}
@@ -163,15 +168,22 @@ class DryWorker:
     def run(self, waves: Iterable[Wave]) -> None:
         """Count this worker's part of every wave."""
         begin = self.now
-        for kind, ops in waves if self.resident else self._policy.ahead(waves):
+        for kind, ops in waves if self.resident else self._policy.ahead(waves, ticks=self._ticks):
             for s, i in ops:
                 if self.needs_entry and s == 0:
                     if kind == "U":
                         self.entered += 1
                     elif kind == "F":
                         self.entries[i] = self.entered
-                if s in self.stages and kind != "I":  # its graph, and so what it holds, goes with W
-                    (self._forward if kind == "F" else self._backward if kind in ("B", "W") else self._update)(s, i)
+            mine = [(s, i) for s, i in ops if s in self.stages]
+            if not mine or kind == "I":  # its graph, and so what it holds, goes with W
+                continue
+            if kind == "U":
+                self._update(mine)
+            else:
+                brought = self._bring(Wave("F" if kind == "F" else "B", mine))
+                for s, i in mine:
+                    (self._forward if kind == "F" else self._backward)(s, i, brought)
         self.number.seconds += self.now - begin
 
     @property
@@ -195,21 +207,19 @@ class DryWorker:
 
     # -- operations ----------------------------------------------------------------------------------------------
 
-    def _forward(self, s: int, i: int) -> None:
+    def _forward(self, s: int, i: int, brought: _Fetch) -> None:
         place = self.stages[s]
         entry = self.entries[i] if self.needs_entry else 0
-        brought = self._bring(s, Op("F", i))
         if s == self._last:
             self.entries.pop(i, None)
             self.options.pop(i, None)
-        place.flights[i] = _Flight(brought.version, brought.owned, entry)
+        place.flights[i] = _Flight(*brought.of.get(s, (place.version, False)), entry)
         place.peak_flights = max(place.peak_flights, len(place.flights))
         self._hold(activations=place.load.activations)
         self._while(place.load.forward, place.load.away)
 
-    def _backward(self, s: int, i: int) -> None:
+    def _backward(self, s: int, i: int, brought: _Fetch) -> None:
         place = self.stages[s]
-        self._bring(s, Op("B", i))
         if place.spilled:
             self._return(place)
             self.number.sums_in += place.leaving
@@ -224,85 +234,103 @@ class DryWorker:
         self._hold(activations=-place.load.activations - place.load.repeat)
         self._while(place.load.backward, place.load.back)
 
-    def _update(self, s: int, i: int) -> None:
-        place = self.stages[s]
-        size = place.load.gradients
-        if place.spilled:
-            self._return(place)
-        elif place.count:
-            self._hold(gradients=-size)
-        self.number.updates[s] += 1
-        place.count, place.version = 0, place.version + 1
+    def _update(self, ops: Ops) -> None:
+        places = [self.stages[s] for s, _ in ops]
+        for (s, _), place in zip(ops, places, strict=True):
+            if place.spilled:
+                self._return(place)
+            elif place.count:
+                self._hold(gradients=-place.load.gradients)
+            self.number.updates[s] += 1
+            place.count, place.version = 0, place.version + 1
+        updating = sum(place.load.update for place in places)
         if self.resident:
-            self.now += place.load.update
+            self.now += updating
             return
-        self.number.gradients_out += place.leaving
-        while len(under_way := sorted(end for end in self._updates.values() if end > self.now)) > self.prefetch:
+        leaving = sum(place.leaving for place in places)
+        self.number.gradients_out += leaving
+        while len(under_way := sorted({end for end in self._updates.values() if end > self.now})) > self.prefetch:
             self._wait(under_way[0])
-        self._updating = max(self._updating, self.now + place.load.leave) + place.load.update
-        self._updates[s] = self._updating
-        self._queued.append(place.leaving)
+        self._updating = max(self._updating, self.now + sum(place.load.leave for place in places)) + updating
+        self._updates.update((s, self._updating) for s, _ in ops)
+        self._queued.append(leaving)
         self._keep(0)
 
-    def _bring(self, s: int, op: Op) -> _Fetch:
-        if self.resident or not self.comes(s):
-            return _Fetch(self.now, self.stages[s].version, False)
-        fetch = self._policy.use(s, op)
+    def _bring(self, wave: Wave) -> _Fetch:
+        unit = self._unit_of[wave.ops[0][0]]
+        if self.resident or not self.comes(unit):
+            return _Fetch(self.now, {})
+        fetch = self._policy.use(unit, wave)
         self._wait(fetch.ready)
         return fetch
 
     # -- what the policy decides ---------------------------------------------------------------------------------
 
-    def comes(self, stage: int) -> bool:
-        return stage in self.stages and self.stages[stage].load.weights > 0
+    def unit(self, stage: int) -> int:
+        return self._unit_of.get(stage, -1)
 
-    def lies(self, stage: int) -> bool:
-        return self.stages[stage].content == self.stages[stage].version
+    def size(self, unit: int) -> int:
+        return len(self._units[unit])
 
-    def found(self, stage: int) -> _Fetch:
-        return _Fetch(self.now, self.stages[stage].version, False)
+    def comes(self, unit: int) -> bool:
+        return unit in self._units and self.stages[unit].load.weights > 0
 
-    def fetch(self, stage: int, op: Op, asks: bool) -> _Fetch:
+    def lies(self, unit: int) -> bool:
+        return all(self.stages[s].content == self.stages[s].version for s in self._units[unit])
+
+    def found(self, unit: int) -> _Fetch:
+        return _Fetch(self.now, {s: (self.stages[s].version, False) for s in self._units[unit]})
+
+    def fetch(self, unit: int, wave: Wave, asks: bool) -> _Fetch:
         """Do the work of the fetching thread."""
-        place = self.stages[stage]
-        load, flight = place.load, place.flights.get(op.mb)
-        begin = max(self._fetching, self.now, self._updates.get(stage, 0.0))
-        what = brings("newest", place.version)
-        if asks and load.gradients:
-            begin += load.ask
-            entry = self.entries.get(op.mb, 0) if op.kind == "F" else 0 if flight is None else flight.entry
-            choice = self.choose(op.kind, stage, op.mb, place.version, self.start, self.base, entry)
-            if flight is None:
-                what = brings(choice, place.version)
-            else:
-                what = brings(choice, place.version, flight.version, owned=flight.owned)
-        if what.lies is None or place.content != what.lies:
-            sent = load.sent if what.lies == place.version else load.placed
-            self.number.weights_in += load.weights if sent is None else sent
-            self.number.fetches += 1
-            begin += load.fetch
-            place.content = what.lies
+        some: list[tuple[int, int | None]] = [*wave.ops] if asks else [(s, None) for s in self._units[unit]]
+        begin = max(self._fetching, self.now, *(self._updates.get(s, 0.0) for s in self._units[unit]))
+        found = {}
+        for s, mb in some:
+            place = self.stages[s]
+            load, what = place.load, brings("newest", place.version)
+            if mb is not None and load.gradients:
+                begin += load.ask
+                what = self._chosen(wave.kind, s, mb)
+            if what.lies is None or place.content != what.lies:
+                sent = load.sent if what.lies == place.version else load.placed
+                self.number.weights_in += load.weights if sent is None else sent
+                self.number.fetches += 1
+                begin += load.fetch
+                place.content = what.lies
+            found[s] = what.version, what.lies is None and wave.kind == "F"
         self._fetching = begin
-        return _Fetch(begin, what.version, what.lies is None and op.kind == "F")
+        return _Fetch(begin, found)
+
+    def _chosen(self, kind: Kind, s: int, mb: int) -> Brings:
+        place = self.stages[s]
+        flight = place.flights.get(mb)
+        entry = self.entries.get(mb, 0) if kind == "F" else 0 if flight is None else flight.entry
+        choice = self.choose(kind, s, mb, place.version, self.start, self.base, entry)
+        if flight is None:
+            return brings(choice, place.version)
+        return brings(choice, place.version, flight.version, owned=flight.owned)
 
     def end(self, fetch: _Fetch) -> None:
         self.now = max(self.now, fetch.ready)
 
-    def admit(self, stage: int) -> None:
-        self._hold(weights=self.stages[stage].load.weights)
+    def admit(self, unit: int) -> None:
+        for s in self._units[unit]:
+            self._hold(weights=self.stages[s].load.weights)
         self.peak_weights = max(self.peak_weights, self.here.weights)
 
-    def dismiss(self, stage: int) -> None:
-        place = self.stages[stage]
-        if place.count and not place.spilled and place.load.gradients:
-            place.spilled = True
-            self.number.gradients_out += place.leaving
-            self.number.spills[stage] += 1
-            self._hold(gradients=-place.load.gradients)
-            self._keep(place.leaving)
-            self.now += place.load.leave
-        place.content = None
-        self._hold(weights=-place.load.weights)
+    def dismiss(self, unit: int) -> None:
+        for s in self._units[unit]:
+            place = self.stages[s]
+            if place.count and not place.spilled and place.load.gradients:
+                place.spilled = True
+                self.number.gradients_out += place.leaving
+                self.number.spills[s] += 1
+                self._hold(gradients=-place.load.gradients)
+                self._keep(place.leaving)
+                self.now += place.load.leave
+            place.content = None
+            self._hold(weights=-place.load.weights)
 
     # -- counting ------------------------------------------------------------------------------------------------
 

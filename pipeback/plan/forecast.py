@@ -75,12 +75,12 @@ def foresee(facts: PlanInputs, micro_batches: int, pushes: int | None = None, pr
         for _ in range(fill):
             one()
         if quiet:
-            dry.rest()
+            loop.rest()  # what a push of stages that run as one has left undone is done, too
         before, commits = dry.number.copy(), 0
         for _ in range(pushes):
             one()
         if quiet:
-            dry.rest()
+            loop.rest()  # what a push of stages that run as one has left undone is done, too
         counts.append(dry.number.since(before))
         dries.append(dry)
     many = facts.replicas

@@ -72,6 +72,7 @@ class PlanInputs(NamedTuple):
     written: tuple[str, str]  # the budgets, as the user has written them
     device_room: int | None  # bytes that an accelerator has
     bandwidth: Bandwidth
+    stacks: Sequence[Sequence[int]] = ()  # the stages that run as one, if weights come from a store
     assumed: str = ""  # the device that is not here for which the seconds are; "": they are of this machine
 
 
@@ -104,6 +105,7 @@ def survey(holding: HeldStages, setting: Setting, samples: int, *, timed: bool =
         "device" if not moves else "host" if folder is None else "disk",
         store.prefetch if moves and store is not None else None, setting.order,
         store.commit_every if isinstance(store, DiskStore) else None, *budgets, said(store), _room(device), speeds,
+        [stack.numbers for stack in setting.stacks] if moves else (),
     )  # fmt: skip
 
 
@@ -188,11 +190,13 @@ def loops(facts: PlanInputs, prefetch: int | None) -> list[tuple[Loop, DryWorker
     method = facts.method
     policy = facts.order
     if prefetch is not None and policy == "grouped":
-        policy = "streaming"
+        policy = "skewed" if facts.stacks else "streaming"
     found = []
     for mine in facts.workers:
         loads = {s: facts.stages[s].load for s in mine}
-        dry = DryWorker(loads, facts.depth, prefetch, chooser(method, facts.delays), asks(method), method.needs_entry)
+        dry = DryWorker(
+            loads, facts.depth, prefetch, chooser(method, facts.delays), asks(method), method.needs_entry, facts.stacks
+        )
         order = Order(method.schedule, facts.depth, policy=policy, near=max(1, prefetch or 0))
         loop = Loop(dry, order, method, placement=facts.placement, at_once=prefetch is not None)  # type: ignore[arg-type]
         found.append((loop, dry))

@@ -254,7 +254,9 @@ class Worker:
         teams = self._steps.get((listened, numbers))
         if teams is None:
             joined = joinable([s.optimizer for s in stages]) and (self.method.merges or not self.update_hook)
-            teams = self._steps[listened, numbers] = self._teams(stages, joined and self.residence.joins)
+            # from a store, several come only if they run as one
+            together = self.residence.joins or len(stages) > 1
+            teams = self._steps[listened, numbers] = self._teams(stages, joined and together)
         last = dict(ops)
         steps = [self._planned(team, last[team.first.index]) for team in teams]
         kept = [stage.keep() for stage in stages] if self.stash else []

@@ -40,6 +40,12 @@ class DeviceSlot:
     def nbytes(self) -> int:
         return self.flat.nbytes
 
+    def move(self, flat: FlatBuffer, rest: Sequence[Tensor]) -> None:
+        """Use other memory on the device; nothing may be there. rest: as before, where the parameters show weights."""
+        self.leave()
+        self.flat, self.rest = flat, list(rest) if self.shows else self.rest
+        self.leave()
+
     def arrive(self) -> None:
         """Allocate memory, for weights that are to be copied there."""
         with self._moving:

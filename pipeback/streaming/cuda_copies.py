@@ -65,8 +65,11 @@ class CudaCopies:
         if slot in self._ready:
             accelerators.current(_device(slot)).wait_event(self._ready.pop(slot))
 
-    def leave(self, grads: Sequence[Tensor | None]) -> tuple[list[Tensor | None], Left]:
-        """Return gradients copied to where their weights live, and a context in which they may be read."""
+    def leave(self, grads: Sequence[Tensor | None], stages: int = 1) -> tuple[list[Tensor | None], Left]:
+        """Return gradients copied to where their weights live, and a context in which they may be read.
+
+        stages: of how many alike stages they are, one stage after the other. Rows of one tensor are copied as one.
+        """
         device = next((g.device for g in grads if g is not None), None)
         if not accelerators.away(device):
             return list(grads), nullcontext
@@ -80,7 +83,7 @@ class CudaCopies:
         out.wait_stream(accelerators.current(device))
         with on(out):
             host: list[Tensor | None] = []
-            for g in grads:
+            for g in _wholes(grads, stages):
                 if g is None:
                     host.append(None)
                     continue
@@ -89,6 +92,8 @@ class CudaCopies:
                 g.record_stream(out)
                 host.append(copy)
             event = out.record_event()
+        if len(host) < len(grads):
+            host = [row for rows in zip(*(w.unbind() for w in host if w is not None), strict=True) for row in rows]
         return host, lambda: _after(event)
 
     def handed(self, grads: Sequence[Tensor | None]) -> Callable[[Callable[[], Scattered]], Scattered]:
@@ -115,6 +120,24 @@ class CudaCopies:
 def _after(event: torch.Event) -> Iterator[None]:
     event.synchronize()
     yield
+
+
+def _wholes(grads: Sequence[Tensor | None], stages: int) -> Sequence[Tensor | None]:
+    """Return tensors (n, …) whose rows the gradients of n stages are, one for each weight; else the gradients."""
+    if stages == 1 or any(g is None or g.layout is not torch.strided for g in grads):
+        return grads
+    each, found = len(grads) // stages, []
+    for n in range(each):
+        rows = [g for g in grads[n::each] if g is not None]
+        first, size = rows[0], rows[0].numel()
+        storage, begin = first.untyped_storage().data_ptr(), first.storage_offset()
+        if not all(
+            g.untyped_storage().data_ptr() == storage and g.storage_offset() == begin + r * size and g.is_contiguous()
+            for r, g in enumerate(rows)
+        ):
+            return grads
+        found.append(first.as_strided((stages, *first.shape), (size, *first.stride())))
+    return found
 
 
 def _device(slot: DeviceSlot) -> torch.device:

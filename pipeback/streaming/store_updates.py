@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 
 import torch
 from torch import Tensor
@@ -36,18 +36,24 @@ class StoreUpdates:
 
     # -- updates -------------------------------------------------------------------------------------------------
 
-    def begin(self, stage: Stage, make: Make) -> None:
-        """Send the gradients to the store; wait while more than `prefetch` other updates are running."""
+    def begin(self, stages: Sequence[Stage], make: Make) -> None:
+        """Send the gradients of stages of a unit to the store; wait while more than `prefetch` updates are running."""
         self.check()
-        self.collect(stage, to_device=False)
-        sums = stage.gradients.sums()
-        if stage.versions.hands and stage.weights:
-            make = self._lending(stage, stage.versions.handed(stage.version, stage.weights), make)
-        job = self._owners_job(stage, sums, make) if stage.home.share is not None else self._job(stage, sums, make)
-        while len(pending := [update for update in self._updates.values() if not update.done()]) > self.store.prefetch:
+        for stage in stages:
+            self.collect(stage, to_device=False)
+        sums = [stage.gradients.sums() for stage in stages]
+        for stage in stages:
+            if stage.versions.hands and stage.weights:
+                make = self._lending(stage, stage.versions.handed(stage.version, stage.weights), make)
+        alone = stages[0]
+        shared = alone.home.share is not None
+        job = self._owners_job(alone, sums[0], make) if shared else self._job(stages, sums, make)
+        while len(pending := {id(u): u for u in self._updates.values() if not u.done()}) > self.store.prefetch:
             with self._meter.stalling():
-                pending[0].result()
-        self._updates[stage.index] = self._thread.submit(job)
+                next(iter(pending.values())).result()
+        done = self._thread.submit(job)
+        for stage in stages:
+            self._updates[stage.index] = done
 
     def _lending(self, stage: Stage, handed: Weights, make: Make) -> Make:
         """Return `make` with the weights in memory that it is handed."""
@@ -58,18 +64,24 @@ class StoreUpdates:
 
         return lent
 
-    def _job(self, stage: Stage, sums: GradientSums, make: Make) -> Callable[[], None]:
-        sparse, number = stage.home.sparse, stage.version + 1
-        grads, left = self._streams.leave(_surviving(stage, sums.grads))
+    def _job(self, stages: Sequence[Stage], sums: Sequence[GradientSums], make: Make) -> Callable[[], None]:
+        first, number = stages[0], stages[0].version + 1
+        sparse = first.home.sparse
+        leaving = [g for stage, each in zip(stages, sums, strict=True) for g in _surviving(stage, each.grads)]
+        grads, left = self._streams.leave(leaving, len(stages))
         self._meter.add(gradients_out=_bytes(grads))
 
         def job() -> None:
-            moving, opened = self._meter.moving("store", stage.index), self.store.opened(stage, changes=True)
+            moving, opened = self._meter.moving("store", first.index), ExitStack()
             with left(), moving, torch.no_grad(), opened:
+                for stage in stages:
+                    opened.enter_context(self.store.opened(stage, changes=True))
                 mine = grads if sparse is None or not sparse.policy.dense_gradient(number) else sparse.gathered(grads)
-                make([GradientSums(mine, sums.number)])
+                each = len(mine) // len(stages)
+                parts = [mine[n * each : (n + 1) * each] for n in range(len(stages))]
+                make([GradientSums(part, of.number) for part, of in zip(parts, sums, strict=True)])
                 if sparse is not None and sparse.policy.due(number):
-                    sparse.change(stage, grads, number)
+                    sparse.change(first, grads, number)
 
         return job
 

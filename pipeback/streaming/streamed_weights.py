@@ -5,7 +5,8 @@
     updating  one thread                      U2 ── U1 ── U0    steps the weights in the store
 
 Only a stage's own next fetch waits for its update. At most `prefetch + 1` stages are on the device. `fetch_policy`
-decides what is fetched and when; the updates are `store_updates`.
+decides what is fetched and when; the updates are `store_updates`. Stages that run as one are fetched by one copy, and
+updated together (`joined_homes`).
 
 F is the forward, B the backward, U the update. If a stage's weights are split over the stores of several ranks
 (`shards`), a fetch gathers them, and an update begins by sending the gradient sums to the owners. Both threads then
@@ -25,13 +26,13 @@ import torch
 
 from pipeback.methods.base import Method, Past, Shift
 from pipeback.runtime.weight_provider import Ask, HookCall, forget_casts
-from pipeback.schedules.ops import Kind, Op
+from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
 from pipeback.stages.device_slot import DeviceSlot
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.stage import Stage
 from pipeback.streaming.cuda_copies import CudaCopies
-from pipeback.streaming.fetch_policy import FetchPolicy, asks, brings, choice_of
+from pipeback.streaming.fetch_policy import FetchPolicy, asks, brings, choice_of, units_ahead
 from pipeback.streaming.shards import ReplicaGroup
 from pipeback.streaming.store import Store, lay
 from pipeback.streaming.store_updates import StoreUpdates
@@ -44,6 +45,9 @@ class Brought(NamedTuple):
 
     version: int  # the version that counts as used; shifted weights have the newest
     owned: Weights | None = None  # shifted weights that B needs again
+
+
+Fetched = dict[int, Brought]  # of the stages of a unit, by number
 
 
 class StreamedWeights:
@@ -59,47 +63,62 @@ class StreamedWeights:
         self.alone = column is None
         self.ask: Ask = lambda kind, ops: []
         self._stash = method.copies == "stash"
-        self._policy = FetchPolicy[Future[Brought]](self, store.prefetch, asks(method), method.needs_entry)
+        self._policy = FetchPolicy[Future[Fetched]](self, store.prefetch, asks(method), method.needs_entry)
+        self._units: dict[int, list[Stage]] = {}  # by the number of the first stage
+        self._unit_of: dict[int, int] = {}
+        self._ticks = False
         self._meter = Meter(None if column is None else column.stalled)
         self._streams = CudaCopies(stages.values())
         self._updates = StoreUpdates(store, column, self._streams, self._meter)
         self._fetching = ThreadPoolExecutor(1, "pipeback fetching")
         self._peak_bytes = 0
+        self._group()
+
+    def _group(self) -> None:
+        """Find out which stages run as one; none may be on the device."""
+        stages = self.stages.values()
+        some = [[stage] if stage.stack is None else list(stage.stack.stages) for stage in stages]
+        self._units = {unit[0].index: unit for unit in some}
+        self._unit_of = {stage.index: first for first, unit in self._units.items() for stage in unit}
+        self._ticks = any(stage.stack is not None for stage in stages)
+        self._policy.prefetch = units_ahead(self.store.prefetch, map(len, self._units.values()))
 
     # -- operations ----------------------------------------------------------------------------------------------
 
     def ahead(self, waves: Iterable[Wave]) -> Iterator[Wave]:
-        """Yield the operations one by one, while the weights of the next stages are fetched."""
+        """Yield the operations unit by unit, while the weights of the next units are fetched."""
         begin = time.perf_counter()
+        if not self._policy.here:
+            self._group()
         try:
-            yield from self._policy.ahead(waves)
+            yield from self._policy.ahead(waves, ticks=self._ticks)
             if self.column is not None:
                 self._policy.vacate()  # so that a call of `rest` here does not change the next fetches
         finally:
             self._meter.add(seconds=time.perf_counter() - begin)
 
     def forward(self, ops: Ops) -> list[Brought]:
-        """Wait for the weights of this forward."""
-        ((s, i),) = ops
-        return [self._bring(s, Op("F", i))]
+        """Wait for the weights of these forwards, of one unit."""
+        brought = self._bring(Wave("F", list(ops)))
+        return [brought[s] for s, _ in ops]
 
     def after_forward(self, held: Sequence[Brought], ops: Ops) -> None:
-        """Record in the flight which weights it used."""
-        ((s, i),) = ops
-        flight = self.stages[s].flights.get(i)
-        if flight is not None:  # None if its forward has failed
-            flight.version = held[0].version
-            if held[0].owned is not None:
-                self.stages[s].versions.own(flight, held[0].owned)
-                self.store.put(self.stages[s])
+        """Record in the flights which weights they used."""
+        for (s, i), brought in zip(ops, held, strict=True):
+            flight = self.stages[s].flights.get(i)
+            if flight is not None:  # None if its forward has failed
+                flight.version = brought.version
+                if brought.owned is not None:
+                    self.stages[s].versions.own(flight, brought.owned)
+                    self.store.put(self.stages[s])
         forget_casts()
 
     def backward(self, ops: Ops) -> tuple[list[Brought], dict[int, int]]:
-        """Wait for the weights of this backward, and for the gradient sums to which it adds."""
-        ((s, i),) = ops
-        brought = self._bring(s, Op("B", i))
-        self._updates.collect(self.stages[s])
-        return [brought], {s: brought.version}
+        """Wait for the weights of these backwards, of one unit, and for the gradient sums to which they add."""
+        brought = self._bring(Wave("B", list(ops)))
+        for s, _ in ops:
+            self._updates.collect(self.stages[s])
+        return [brought[s] for s, _ in ops], {s: brought[s].version for s, _ in ops}
 
     def after_backward(self, held: Sequence[Brought]) -> None:
         """Do nothing, since the weights stay until their room is needed."""
@@ -110,14 +129,13 @@ class StreamedWeights:
 
     def update(self, stages: Sequence[Stage], make: Callable[[Sequence[GradientSums]], None]) -> None:
         """Send the gradients to the store, which makes the update while other stages compute."""
-        (stage,) = stages
-        self._updates.begin(stage, make)
+        self._updates.begin(stages, make)
 
     def ready(self, kind: Kind, stage: int, mb: int) -> None:
-        """Wait until the weights of an operation are on the device."""
+        """Wait until the weights of an operation of a stage, which is a unit by itself, are on the device."""
         if kind != "U" and self._slot(stage).nbytes:
             self._updates.check()
-            fetch = self._policy.begin(stage, Op(kind, mb))
+            fetch = self._policy.begin(stage, Wave(kind, [(stage, mb)]))
             with self._meter.stalling():
                 fetch.exception()
 
@@ -149,7 +167,8 @@ class StreamedWeights:
         self._fetching.shutdown(cancel_futures=True)
         self._updates.close()
         while self._policy.here:
-            self._slot(self._policy.here.pop()).leave()
+            for stage in self._units[self._policy.here.pop()]:
+                self._slot(stage.index).leave()
 
     @property
     def traffic(self) -> Traffic:
@@ -158,36 +177,47 @@ class StreamedWeights:
 
     # -- the driver of the policy --------------------------------------------------------------------------------
 
-    def comes(self, stage: int) -> bool:
-        return stage in self.stages and self._slot(stage).nbytes > 0
+    def unit(self, stage: int) -> int:
+        return self._unit_of.get(stage, -1)
 
-    def lies(self, stage: int) -> bool:
-        return self._slot(stage).content == self.stages[stage].version
+    def size(self, unit: int) -> int:
+        return len(self._units[unit])
 
-    def found(self, stage: int) -> Future[Brought]:
-        done: Future[Brought] = Future()
-        done.set_result(Brought(self.stages[stage].version))
+    def comes(self, unit: int) -> bool:
+        return unit in self._units and self._slot(unit).nbytes > 0
+
+    def lies(self, unit: int) -> bool:
+        return all(self._slot(stage.index).content == stage.version for stage in self._units[unit])
+
+    def found(self, unit: int) -> Future[Fetched]:
+        done: Future[Fetched] = Future()
+        done.set_result({stage.index: Brought(stage.version) for stage in self._units[unit]})
         return done
 
-    def fetch(self, stage: int, op: Op, asks: bool) -> Future[Brought]:
-        asked = self.ask(op.kind, [(stage, op.mb)]) if asks else []
-        there, slot = self.stages[stage], self._slot(stage)
-        self._streams.given(slot)
-        return self._fetching.submit(self._fetch, there, slot, op, asked, there.version)
+    def fetch(self, unit: int, wave: Wave, asks: bool) -> Future[Fetched]:
+        asked = {(s, i): self.ask(wave.kind, [(s, i)]) for s, i in wave.ops} if asks else {}
+        stages = [self.stages[s] for s, _ in wave.ops] if asks else self._units[unit]
+        self._streams.given(self._slot(unit))
+        return self._fetching.submit(self._fetch, unit, [(stage, stage.version) for stage in stages], wave.kind, asked)
 
-    def end(self, fetch: Future[Brought]) -> None:
+    def end(self, fetch: Future[Fetched]) -> None:
         fetch.exception()
 
-    def admit(self, stage: int) -> None:
-        self._slot(stage).arrive()
-        self._peak_bytes = max(self._peak_bytes, sum(self._slot(s).nbytes for s in self._policy.here))
+    def admit(self, unit: int) -> None:
+        for stage in self._units[unit]:
+            self._slot(stage.index).arrive()
+        there = (self._slot(stage.index).nbytes for each in self._policy.here for stage in self._units[each])
+        self._peak_bytes = max(self._peak_bytes, sum(there))
 
-    def dismiss(self, stage: int) -> None:
-        """Remove a stage from the device, together with its gradient sums."""
-        slot = self._slot(stage)
-        self._streams.arrived(slot)
-        self._updates.spill(self.stages[stage])
-        slot.leave()
+    def dismiss(self, unit: int) -> None:
+        """Remove a unit from the device, together with its gradient sums."""
+        stages = self._units[unit]
+        self._streams.arrived(self._slot(unit))
+        if stages[0].stack is not None:
+            stages[0].stack.spread()
+        for stage in stages:
+            self._updates.spill(stage)
+            self._slot(stage.index).leave()
 
     def _slot(self, s: int) -> DeviceSlot:
         slot = self.stages[s].home.slot
@@ -196,13 +226,14 @@ class StreamedWeights:
 
     # -- fetching ------------------------------------------------------------------------------------------------
 
-    def _bring(self, s: int, op: Op) -> Brought:
-        """Bring the weights of this operation now."""
-        slot = self._slot(s)
-        if not slot.nbytes:  # a stage without parameters
-            return Brought(self.stages[s].version)
+    def _bring(self, wave: Wave) -> Fetched:
+        """Bring the weights of these operations, of one unit, now."""
+        unit = self._unit_of[wave.ops[0][0]]
+        slot = self._slot(unit)
+        if not slot.nbytes:  # stages without parameters
+            return {stage.index: Brought(stage.version) for stage in self._units[unit]}
         self._updates.check()
-        fetch = self._policy.use(s, op)
+        fetch = self._policy.use(unit, wave)
         if not fetch.done():
             with self._meter.stalling():
                 fetch.exception()
@@ -210,21 +241,49 @@ class StreamedWeights:
         self._streams.arrived(slot)
         return brought
 
-    def _fetch(self, stage: Stage, slot: DeviceSlot, op: Op, asked: Sequence[HookCall], version: int) -> Brought:
-        """Ask the method in the fetching thread, and copy the weights that it chooses."""
-        self._updates.wait(stage.index)
-        with self._meter.moving("fetch", stage.index), torch.no_grad(), self._streams.fetching(slot):
-            if not asked:
-                if slot.content != version:
-                    self._copy(stage, slot, version)
-                return Brought(version)
-            with self.store.opened(stage):
-                return self._chosen(stage, slot, op, asked[0], version)
+    def _fetch(
+        self,
+        unit: int,
+        stages: Sequence[tuple[Stage, int]],
+        kind: Kind,
+        asked: Mapping[tuple[int, int], Sequence[HookCall]],
+    ) -> Fetched:
+        """Ask the method in the fetching thread, and copy the weights that it chooses, for these stages of a unit.
 
-    def _chosen(self, stage: Stage, slot: DeviceSlot, op: Op, asked: HookCall, version: int) -> Brought:
+        stages: with their newest versions. asked: the questions, by stage and micro-batch; none: the newest are wanted.
+        """
+        for each in self._units[unit]:
+            self._updates.wait(each.index)
+        with self._meter.moving("fetch", unit), torch.no_grad(), self._streams.fetching(self._slot(unit)):
+            if not asked:
+                return self._newest(stages)
+            found = {}
+            for (stage, version), calls in zip(stages, asked.values(), strict=True):
+                if calls:
+                    with self.store.opened(stage):
+                        found[stage.index] = self._chosen(stage, self._slot(stage.index), kind, calls[0], version)
+                else:
+                    found |= self._newest([(stage, version)])
+            return found
+
+    def _newest(self, stages: Sequence[tuple[Stage, int]]) -> Fetched:
+        """Copy the newest weights of those that lack them, of a whole unit by one copy."""
+        lacking = [(stage, version) for stage, version in stages if self._slot(stage.index).content != version]
+        joined = stages[0][0].home.joined
+        if joined is not None and len(lacking) == len(self._units[self._unit_of[stages[0][0].index]]):
+            sent = joined.bring()
+            for stage, version in lacking:
+                self._slot(stage.index).content = version
+            self._meter.add(weights_in=sent, fetches=len(lacking))
+        else:
+            for stage, version in lacking:
+                self._copy(stage, self._slot(stage.index), version)
+        return {stage.index: Brought(version) for stage, version in stages}
+
+    def _chosen(self, stage: Stage, slot: DeviceSlot, kind: Kind, asked: HookCall, version: int) -> Brought:
         team, mb, when = asked
         used, flight = None, stage.flights.get(mb)
-        if op.kind == "F":
+        if kind == "F":
             chosen = self.method.forward_weights(team.weights, team.state, when)
         else:
             used = stage.used(mb) if self._stash else None
@@ -239,7 +298,7 @@ class StreamedWeights:
         elif what.lies is None:
             assert not isinstance(chosen, Past)
             self._place(stage, slot, chosen, version)
-            if self._stash and op.kind == "F":
+            if self._stash and kind == "F":
                 copies = [torch.empty_like(w) for w in stage.weights]
                 torch._foreach_copy_(copies, list(stage.weights))
                 _shift(copies, chosen)

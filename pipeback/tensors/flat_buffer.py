@@ -33,6 +33,8 @@ class FlatBuffer:
             self.memory[begin : begin + math.prod(shape) * dtype.itemsize].view(dtype).as_strided(shape, stride)
             for begin, dtype, shape, stride in spans
         ]
+        self._filled: set[int] | None = None  # of a part: which parts of the memory are in use, by number
+        self._number, self._whole = 0, nbytes
 
     @classmethod
     def like(cls, likes: Sequence[Tensor], device: torch.device, *, pinned: bool = False, least: int = 0) -> FlatBuffer:
@@ -44,18 +46,40 @@ class FlatBuffer:
         spans = [Span(at, like.dtype, like.shape, dense(like)) for at, like in zip(begins, likes, strict=True)]
         return cls(spans, max(end, least), device, pinned=pinned)
 
+    def divided(self, count: int) -> list[FlatBuffer]:
+        """Return parts of this buffer, each with as many of its tensors, which have the same shapes in every part.
+
+        The memory is allocated when the first of the parts is filled, and freed when all are empty.
+        """
+        parts, size, tensors = [], self.nbytes // count, len(self.views) // count
+        filled = set(range(count)) if self.here else set[int]()
+        for n in range(count):
+            part = FlatBuffer((), 0, self.memory.device)
+            part.nbytes, part.memory = size, self.memory[n * size : (n + 1) * size]
+            part.views = self.views[n * tensors : (n + 1) * tensors]
+            part._filled, part._number, part._whole = filled, n, self.nbytes
+            parts.append(part)
+        return parts
+
     @property
     def here(self) -> bool:
-        """Whether the memory is allocated."""
-        return not self.nbytes or bool(self.memory.untyped_storage().nbytes())
+        """Whether the memory is allocated, and a part of it in use."""
+        there = not self.nbytes or bool(self.memory.untyped_storage().nbytes())
+        return there and (self._filled is None or self._number in self._filled)
 
     def fill(self) -> None:
         """Allocate the memory; its content is undefined."""
-        self.memory.untyped_storage().resize_(self.nbytes)
+        if not self._filled:
+            self.memory.untyped_storage().resize_(self._whole)
+        if self._filled is not None:
+            self._filled.add(self._number)
 
     def empty(self) -> None:
         """Free the memory: the views must not be read until it is allocated again."""
-        self.memory.untyped_storage().resize_(0)
+        if self._filled is not None:
+            self._filled.discard(self._number)
+        if not self._filled:
+            self.memory.untyped_storage().resize_(0)
 
 
 def places(likes: Sequence[Tensor]) -> tuple[list[int], int]:

@@ -40,7 +40,7 @@ class StackExecutor:
         self._mixed = False  # whether some flights of stacked stages are autograd graphs, from a state
         self._steady: Steady | None = None
         self._whole: WholeFlush | None = None
-        self.by_group = able(worker)
+        self.by_group = worker.residence.joins and able(worker)
 
     def record(self, on: bool) -> None:
         """Raise ValueError if operations are to be measured."""
@@ -56,7 +56,7 @@ class StackExecutor:
         if self._whole is not None and self._whole.begun:
             self._whole.end()
             return span.ticks
-        if self._watched or worker.early or not self.stacks:
+        if self._watched or worker.early or not self.stacks or not worker.residence.joins:
             return 0
         if isinstance(span, FlushSpan):
             return self._flush(order, span)
@@ -123,8 +123,7 @@ class StackExecutor:
         if others and not others[0][0]:  # what fails at the first stage fails before anything else of its tick is done
             self._one_by_one.forward(others[:1])
             del others[0]
-        for stack in self.stacks:
-            every = [op for op in ops if self._of.get(op[0]) is stack]
+        for stack, every in self._by_stack(ops):
             some = stack.as_one(every, self.link.box)
             if len(some) < len(every):
                 others += [op for op in every if op not in some]
@@ -145,8 +144,8 @@ class StackExecutor:
     def backward(self, ops: Ops) -> None:
         """Do B of each (stage, micro-batch), of stacks first."""
         others = [op for op in ops if op[0] not in self._of]
-        for stack in self.stacks:
-            some, graphs = [op for op in ops if self._of.get(op[0]) is stack], []
+        for stack, some in self._by_stack(ops):
+            graphs: list[tuple[int, int]] = []
             if self._mixed:
                 graphs = [(s, i) for s, i in some if self.stages[s].flights[i].row is None]
                 some = [op for op in some if op not in graphs]
@@ -175,9 +174,10 @@ class StackExecutor:
         worker = self.worker
         watched = worker.watch is not None and worker.watch.busy
         plain = not (worker.update_hook or worker.stash or watched or worker.clip_norm or worker.clip_value)
+        plain = plain and worker.residence.joins  # else the store steps them
         there = {s for s, _ in ops}
         done: set[int] = set()
-        for stack in self.stacks:
+        for stack, _ in self._by_stack(ops):
             if plain and there.issuperset(stack.numbers) and stack.sums.step():
                 done.update(stack.numbers)
                 for stage in stack.stages:
@@ -185,6 +185,15 @@ class StackExecutor:
             else:
                 stack.sums.spread()
         return [op for op in ops if op[0] not in done]
+
+    def _by_stack(self, ops: Ops) -> list[tuple[Stack, list[tuple[int, int]]]]:
+        """Return those of the operations that are of stacked stages, by stack."""
+        found: dict[int, tuple[Stack, list[tuple[int, int]]]] = {}
+        for op in ops:
+            stack = self._of.get(op[0])
+            if stack is not None:
+                found.setdefault(id(stack), (stack, []))[1].append(op)
+        return list(found.values())
 
     def spread(self) -> None:
         """Hand the stages of each stack their gradients."""

@@ -3,9 +3,8 @@
 import pytest
 
 from pipeback import methods
-from pipeback.schedules.ops import Op
 from pipeback.schedules.order import Wave
-from pipeback.streaming.fetch_policy import FetchPolicy, asks, brings
+from pipeback.streaming.fetch_policy import FetchPolicy, asks, brings, together, units_ahead
 
 FIVE = [Wave("F", [(s, 0) for s in range(3)]), Wave("B", [(2, 0)]), Wave("B", [(1, 0)])]
 
@@ -13,9 +12,16 @@ FIVE = [Wave("F", [(s, 0) for s in range(3)]), Wave("B", [(2, 0)]), Wave("B", [(
 class Driver:
     """Stages 0, 1, … have weights, but for the `empty` one; what is told is `said`."""
 
-    def __init__(self, prefetch, asked=False, needs_entry=False, empty=None):
+    def __init__(self, prefetch, asked=False, needs_entry=False, empty=None, units=None):
         self.policy = FetchPolicy(self, prefetch, {"F": asked, "B": asked}, needs_entry)
         self.empty, self.said, self.here = empty, [], set()
+        self.units = units or {}  # the first stage of the unit of a stage, where that is another one
+
+    def unit(self, stage):
+        return self.units.get(stage, stage)
+
+    def size(self, unit):
+        return max(1, list(self.units.values()).count(unit))
 
     def comes(self, stage):
         return stage != self.empty
@@ -26,8 +32,9 @@ class Driver:
     def found(self, stage):
         return f"{stage} is there"
 
-    def fetch(self, stage, op, asks):
-        self.said.append(f"fetch {stage} for {op}" if asks else f"fetch {stage}")
+    def fetch(self, stage, wave, asks):
+        ops = " ".join(f"{wave.kind}{mb}" for _, mb in wave.ops)
+        self.said.append(f"fetch {stage} for {ops}" if asks else f"fetch {stage}")
         self.here.add(stage)
         return self.said[-1]
 
@@ -41,11 +48,14 @@ class Driver:
         self.said.append(f"dismiss {stage}")
         self.here.discard(stage)
 
-    def run(self, waves=FIVE):
-        for kind, ((s, i),) in self.policy.ahead(waves):
-            self.said.append(f"{kind}{s}")
-            if kind != "U" and self.comes(s):
-                self.policy.use(s, Op(kind, i))
+    def run(self, waves=FIVE, ticks=False):
+        for wave in self.policy.ahead(waves, ticks=ticks):
+            self.said.append(" ".join(f"{wave.kind}{s}" for s, _ in wave.ops))
+            unit = self.unit(wave.ops[0][0])
+            if wave.kind != "U" and self.comes(unit):
+                self.policy.use(unit, wave)
+            elif wave.kind == "U":
+                self.here.discard(unit)  # the newest weights are others now
         return self.said
 
 
@@ -80,6 +90,32 @@ def test_a_stage_without_weights_takes_no_room():
     ]
 
 
+TICKS = [Wave(kind, [(s, 0) for s in range(4)]) for kind in ("F", "B", "U")]
+
+
+def test_a_unit_does_its_operations_of_a_tick_at_one_visit():
+    driver = Driver(1, units={1: 1, 2: 1, 3: 1})
+    assert driver.run([*TICKS, *TICKS[:1]], ticks=True) == [
+        "admit 0", "fetch 0", "admit 1", "fetch 1", "F0", "B0", "U0", "fetch 0", "F1 F2 F3", "B1 B2 B3", "U1 U2 U3",
+        "fetch 1", "F0", "F1 F2 F3",
+    ]  # fmt: skip
+    assert driver.policy.peak_stages == 4
+
+
+def test_one_unit_at_a_time():
+    driver = Driver(0, units={1: 1, 2: 1, 3: 1})
+    assert driver.run(TICKS[:2], ticks=True) == [
+        "admit 0", "fetch 0", "F0", "B0", "dismiss 0", "admit 1", "fetch 1", "F1 F2 F3", "B1 B2 B3",
+    ]  # fmt: skip
+    assert driver.policy.peak_stages == 3
+
+
+def test_units_have_half_of_the_room():
+    assert [together(prefetch) for prefetch in (0, 1, 2, 3, 7, 10)] == [1, 1, 1, 2, 4, 5]
+    assert [units_ahead(prefetch, [1, together(prefetch)]) for prefetch in (0, 1, 2, 3, 7, 10)] == [0, 1, 2, 1, 1, 1]
+    assert units_ahead(7, [1, 3]) == 1 and units_ahead(7, []) == 7
+
+
 def test_a_method_that_is_asked_chooses_for_every_operation():
     said = Driver(2, asked=True).run()
     # F2 and B2 are one visit, which begins by fetching what the next one is for
@@ -95,9 +131,9 @@ def test_what_must_know_its_entry_is_not_asked_ahead():
 
 def test_what_nobody_came_to_use_is_waited_for():
     driver = Driver(0, asked=True)
-    driver.policy.begin(0, Op("F", 0))
-    assert driver.policy.begin(0, Op("F", 0)) == "fetch 0 for F0"  # is on its way
-    driver.policy.begin(0, Op("F", 1))
+    driver.policy.begin(0, Wave("F", [(0, 0)]))
+    assert driver.policy.begin(0, Wave("F", [(0, 0)])) == "fetch 0 for F0"  # is on its way
+    driver.policy.begin(0, Wave("F", [(0, 1)]))
     driver.policy.vacate()
     assert driver.said == [
         "admit 0",

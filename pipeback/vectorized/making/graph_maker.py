@@ -65,7 +65,9 @@ class GraphMaker:
         given = self.stages, self.rows.weights, self.rows.trained, xs, kind, self._places, self._length
         recompute = self.stages[0].keeping is not None
         if self.plain and self.tried is None:
-            self.tried = ways(*given, recompute=recompute)
+            # where weights lie in a store, another layout in memory would be another layout of what is copied
+            found = ways(*given, recompute=recompute)
+            self.tried = [one for one in found if not (self.rows.streamed and one.way.last)]
             return self._taken(self.tried[0])
         rings = verified(*given, recompute=recompute, products=self.way.products)
         if self.fuse is not None:

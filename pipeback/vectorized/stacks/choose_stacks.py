@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from pipeback.methods.base import Method
@@ -17,6 +18,10 @@ from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.tracing.capture import signature
 
 LEAST = 2  # the fewest stages that are alike
+STREAMED = (
+    "with a store, a method of flushes or groups would bring all weights to the device at every tick, and not twice a "
+    "flush"
+)
 
 
 class Shaper(NamedTuple):
@@ -26,6 +31,7 @@ class Shaper(NamedTuple):
     stages: int
     options: compiled.Options | None
     graphed: bool
+    most: int | None = None  # the most stages that may be on the device at once as one; None: all stay there
 
     @property
     def turns(self) -> int:
@@ -38,7 +44,7 @@ class Shaper(NamedTuple):
         flying = in_flight(self.method.schedule, self.stages)
         places = [stage.index // self.turns for stage in stages]
         stack = Stack(stages, places, max(flying[stage.index] for stage in stages) + 1, self.options)
-        stack.leaps = leaps(self.method)
+        stack.leaps = self.most is None and leaps(self.method)
         if self.graphed:
             fuse = stack.maker.fuse
             stack.maker.fuse = CudaGraphed if fuse is None else partial(_graphed, fuse)
@@ -62,11 +68,16 @@ def alike(stages: Sequence[Stage], turns: int = 1, owner: Sequence[int] | None =
 
 
 def check(
-    stages: Sequence[Stage], method: Method, compile: bool | dict[str, Any], vectorize: bool | str
-) -> list[list[Stage]]:
+    stages: Sequence[Stage], method: Method, compile: bool | dict[str, Any], vectorize: bool | str,
+    most: int | None = None,
+) -> list[list[Stage]]:  # fmt: skip
     """Return groups of stages that may run as one. Raises ValueError where `vectorize` demands a stack and there is
-    none, and for CUDA graphs without CUDA.
+    none, and for CUDA graphs without CUDA. most: see `Shaper`.
     """
+    if most is not None and streams_flushes(method):
+        if vectorize != "auto":
+            raise ValueError(f'vectorize={vectorize!r}: {STREAMED}; use vectorize=False or "auto", or method="pb"')
+        return []
     if vectorize == "cuda_graph" and any(s.device is not None and s.device.type != "cuda" for s in stages):
         raise ValueError('vectorize="cuda_graph" needs all stages on a CUDA device; move the model, or use True')
     if compile:
@@ -87,19 +98,37 @@ def stacked(
     vectorize: bool | str,
     count: int,
     owner: Sequence[int] | None = None,
+    most: int | None = None,
 ) -> list[Stack]:
     """Return stacks of those of these stages that look alike; `fitting` finds out whether they are.
 
     Where a whole tick is one function, single stages are part of it as well. count: the stages of the pipeline. owner:
-    see `alike`.
+    see `alike`. most: see `Shaper`.
     """
-    shaper = _shaper(method, compile, vectorize, count)
-    return [shaper.stack(group) for group in _groups(stages, method, count, owner)]
+    shaper = _shaper(method, compile, vectorize, count, most)
+    groups = _groups(stages, method, count, owner)
+    if most is not None:  # stages without weights never come to the device
+        groups = [part for group in groups if list(group[0].module.parameters()) for part in _parts(group, most)]
+    return [shaper.stack(group) for group in groups]
 
 
-def _shaper(method: Method, compile: bool | dict[str, Any], vectorize: bool | str, count: int) -> Shaper:
+def streams_flushes(method: Method) -> bool:
+    """Whether a method with weights in a store moves less where each stage does many micro-batches at a visit."""
+    return flushes(method)
+
+
+def _parts(group: Sequence[Stage], most: int) -> list[list[Stage]]:
+    """Divide neighbours among these stages into parts of at most so many, of equal size or one apart."""
+    count = -(-len(group) // most)
+    ends = [len(group) * n // count for n in range(count + 1)]
+    return [list(group[begin:end]) for begin, end in pairwise(ends)]
+
+
+def _shaper(
+    method: Method, compile: bool | dict[str, Any], vectorize: bool | str, count: int, most: int | None
+) -> Shaper:
     options = compiled.options(compile, keep=False) if compile else None
-    return Shaper(method, count, options, vectorize == "cuda_graph")
+    return Shaper(method, count, options, vectorize == "cuda_graph", most)
 
 
 def _groups(stages: Sequence[Stage], method: Method, count: int, owner: Sequence[int] | None) -> list[list[Stage]]:
@@ -119,12 +148,13 @@ def regrouped(
     compile: bool | dict[str, Any],
     vectorize: bool | str,
     count: int,
+    most: int | None = None,
 ) -> list[Stack]:
     """Return stacks of these groups of stages, in which a state has micro-batches in flight; others stay."""
     wanted = [list(numbers) for numbers in groups]
     if all(numbers in [stack.numbers for stack in stacks] for numbers in wanted):
         return list(stacks)
-    shaper = _shaper(method, compile, vectorize, count)
+    shaper = _shaper(method, compile, vectorize, count, most)
     taken = {s for numbers in wanted for s in numbers}
     for stack in stacks:
         rest = [s for s in stack.numbers if s not in taken]

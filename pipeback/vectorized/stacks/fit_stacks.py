@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from pipeback.methods.base import Method
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order
+from pipeback.stages.joined_homes import JoinedHomes
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.stacks import whole_cost
@@ -36,7 +38,8 @@ class Request(NamedTuple):
 
     options: those of the optimizers. worker: the arguments of the worker. stages: how many the pipeline has. together:
     after how many micro-batches the pipeline waits for the last of them to come to the last stage; None: it need not.
-    flush: the micro-batches of a flush that one worker does as a whole; 0: there is none.
+    flush: the micro-batches of a flush that one worker does as a whole; 0: there is none. most: see `Shaper`. present:
+    a context in which the weights of these stages are on their device.
     """
 
     method: Method
@@ -46,6 +49,8 @@ class Request(NamedTuple):
     stages: int
     together: int | None = None
     flush: int = 0
+    most: int | None = None
+    present: Callable[[Sequence[Stage]], AbstractContextManager[None]] = lambda stages: nullcontext()
 
     @property
     def conditions(self) -> whole_cost.Conditions:
@@ -69,6 +74,8 @@ class Request(NamedTuple):
         """
         if self.flush:
             return None
+        if self.most is not None:
+            return "weights come from a store for a part of the stages at a time"
         reason = why_not(self.method)
         if reason is not None:
             return reason
@@ -98,8 +105,9 @@ def fitting(
     `vectorize` demands a stack and none can run as one.
     """
     if again:
-        return list(stacks), _learnt(stacks, seen)
-    shaper = Shaper(asked.method, asked.stages, stacks[0].maker.options, asked.vectorize == "cuda_graph")
+        return list(stacks), _learnt(stacks, seen, asked)
+    options, graphed = stacks[0].maker.options, asked.vectorize == "cuda_graph"
+    shaper = Shaper(asked.method, asked.stages, options, graphed, asked.most)
     every, kept, reasons = _divided(stacks, seen, asked, shaper)
     several = [stack for stack in every if not stack.alone]
     missed = bool(several) and not any(stack in kept for stack in several)
@@ -113,19 +121,22 @@ def fitting(
         if stack not in kept:
             for stage, call in zip(stack.stages, stack.calls, strict=True):
                 stage.leave_stack(call)
+                if asked.most is not None:
+                    JoinedHomes([stage])
     return kept, reasons
 
 
 # -- which stacks can --------------------------------------------------------------------------------------------------
 
 
-def _learnt(stacks: Sequence[Stack], every: Sequence[StageInputs]) -> Reasons:
+def _learnt(stacks: Sequence[Stack], every: Sequence[StageInputs], asked: Request) -> Reasons:
     """Let stacks make their graphs for micro-batches like these; return why some cannot, by name."""
     reasons: Reasons = {}
     for seen in every:
         for stack in stacks:
             try:
-                _learn(stack, seen)
+                with asked.present(stack.stages):
+                    _learn(stack, seen)
             except Unfit as error:
                 reasons[stack.name] = str(error)
     return reasons
@@ -145,12 +156,13 @@ def _divided(
     while waiting:
         stack = waiting.pop(0)
         apart = leap and not stack.alone and not stack.flying
-        if stack.alone and not leap:
+        if stack.alone and not leap and asked.most is None:
             pays, told = False, "stage by stage, because no other stage is alike"
         else:
             try:
-                _learn(stack, seen[0])
-                pays, told = _judged(stack, asked, shaper, leap=leap)
+                with asked.present(stack.stages):
+                    _learn(stack, seen[0])
+                    pays, told = _judged(stack, asked, shaper, leap=leap)
             except Unfit as error:
                 pays, told, apart = False, str(error), apart and isinstance(error.__cause__, Unlike)
             else:
@@ -168,7 +180,7 @@ def _divided(
         if pays or stack.flying:
             kept.append(stack)
     _settle(kept)
-    for name, told in _learnt(kept, seen[1:]).items():
+    for name, told in _learnt(kept, seen[1:], asked).items():
         reasons[name] = told
         kept = [stack for stack in kept if stack.name != name]
     return every, kept, reasons
@@ -218,12 +230,12 @@ def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tupl
     whole = leap and not asked.several and not asked.method.needs_entry
     times = whole_cost.gain(stack, asked.conditions, whole=whole) / (ticks + asked.waits)
     full = shaper.turns == 1 and ticks < SPARSE
-    enough = (SINGLE if stack.alone else WHOLE) if leap else ALL if full else SOME
+    enough = (SINGLE if stack.alone else WHOLE) if leap or asked.most is not None else ALL if full else SOME
     as_one = "as a graph" if stack.alone else "as one"
     what = "F, B and U" if whole and stack.maker.plain else "F and B"
     if torch.are_deterministic_algorithms_enabled() and asked.vectorize == "auto":  # times must not change bits
         return leap, as_one if leap else f"stage by stage: {as_one} pays seldom with {asked.method!r}, and is not timed"
-    if (stack.alone and not leap) or (asked.vectorize == "auto" and times < enough):
+    if (stack.alone and not leap and asked.most is None) or (asked.vectorize == "auto" and times < enough):
         return False, (
             f"stage by stage: {as_one}, {what} are {times:.2f} times as fast, which pays from {enough:g} on with "
             f"these options and {asked.method!r}"

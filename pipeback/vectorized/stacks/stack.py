@@ -148,6 +148,10 @@ class Stack:
         """Bytes per stage of the ring buffers for micro-batches in flight, full or not, and of what flushes keep."""
         return self.flushed + sum(self._rings[kind].nbytes for kind in self._busy) // len(self.stages)
 
+    def spread(self) -> None:
+        """Give every stage its own gradient sums."""
+        self.sums.spread()
+
     def note_flush(self, kept: int) -> None:
         """Note that one stage has kept so many bytes within a flush."""
         self.flushed = max(self.flushed, kept)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.stages.joined_homes import JoinedHomes
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.steps.adam_rows import STEP
 from pipeback.vectorized.steps.row_tensors import RowTensors
@@ -22,12 +23,14 @@ from pipeback.vectorized.steps.row_tensors import RowTensors
 class Rows:
     """The weights of `stages`, upstream first, as tensors (n, …); the stages' own weights become rows of these.
 
-    With one stage alone (n = 1) the tensors are the stage's own, without the dimension of the rows.
+    With one stage alone (n = 1) the tensors are the stage's own, without the dimension of the rows. Where stages live
+    in a store, `weights` are the rows of their place on the device, which has memory only while they are there.
     """
 
     def __init__(self, stages: Sequence[Stage]) -> None:
         self.stages = list(stages)
         self.trained = [n for n, p in enumerate(stages[0].module.parameters()) if p.requires_grad]
+        self.streamed = stages[0].home.slot is not None  # whether they live in a store, which steps each stage's own
         self.alone = False  # whether nobody else can change the optimizers' state now
         self._kept: list[Any] = []
         self._state: dict[str, tuple[list[Tensor], list[list[Tensor]]]] = {}
@@ -49,6 +52,8 @@ class Rows:
 
     @torch.no_grad()
     def _whole(self) -> list[Tensor]:
+        if self.streamed:
+            return JoinedHomes(self.stages).rows
         if len(self.stages) == 1:
             return [p.data for p in self.stages[0].module.parameters()]
         found = []

@@ -98,7 +98,7 @@ def capture(
         all_of_them, keep("forward"), keep("backward"), partition_fn=default_partition,
         decompositions=AS_PRODUCTS if products else {},
     )  # fmt: skip
-    given = [w.detach().clone().requires_grad_(w.requires_grad) for w in weights.values()]
+    given = [_likewise(w).requires_grad_(w.requires_grad) for w in weights.values()]
     inputs = [x.detach().clone().requires_grad_(floating(x.dtype) and not enters) for x in xs]
     try:
         # vmap has no rule for the fused kernels of attention, but has rules for its plain operations
@@ -115,6 +115,13 @@ def capture(
     if found.keys() != {"forward", "backward"}:
         raise Unfit("there is nothing to train in them")
     return split(found["forward"], found["backward"], len(names), len(ys), gives)._replace(packs=traits.packs)
+
+
+def _likewise(tensor: Tensor) -> Tensor:
+    """Return a copy with the same strides, since graphs are traced for these: rows of weights may have gaps."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+        tensor.detach()
+    )
 
 
 def _forward_only(function: Callable[..., Any], given: Sequence[Tensor], weights: int, traits: Traits) -> Graphs:

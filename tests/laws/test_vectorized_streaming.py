@@ -1,0 +1,205 @@
+"""Law: stages that run as one while their weights come from a store are the event loop with the same store, to
+rounding, and hold and move what the plan says.
+"""
+
+import pytest
+import torch
+from torch import nn
+
+from pipeback.plan.forecast import fills
+from pipeback.streaming.store import HostStore
+from tests.helpers.choice import mostly_rare
+from tests.laws.as_one import S, doubles, model, same, trained
+from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed, pipeline, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+# all but those that do their micro-batches in flushes or groups
+STREAMED = [case for case in STEADY if any(CASES[case](S).delays(S)) and not CASES[case](S).fixed_groups]
+AHEAD = (3, 9, 1, 5, 0, 2)  # stages that are fetched ahead
+
+
+def store(ahead):
+    return HostStore(prefetch=ahead)
+
+
+def agree(case, ahead, optimizer=None, **options):
+    loop, *wanted = trained(case, optimizer, store=store(ahead), **options)
+    pipe, *found = trained(case, optimizer, store=store(ahead), vectorize=True, **options)
+    several = [told.startswith("as one") for name, told in pipe.vectorized.items() if name.startswith("stages")]
+    assert all(several) and bool(several) == (ahead > 2)
+    same(found, wanted)
+    assert pipe.traffic().peak_stages <= min(ahead + 1, S)
+    assert pipe.traffic().gradients_out == loop.traffic().gradients_out
+    return pipe
+
+
+@pytest.mark.parametrize("case", STREAMED)
+def test_every_method_equals_the_event_loop(case):
+    agree(case, AHEAD[STREAMED.index(case) % len(AHEAD)])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ahead", AHEAD)
+@pytest.mark.parametrize("case", STREAMED)
+def test_every_method_with_every_room(case, ahead):
+    agree(case, ahead)
+
+
+@pytest.mark.parametrize(
+    ("case", "optimizer"),
+    mostly_rare(
+        [(case, one) for case in ("pb", "pipedream", "lwp-weight", "ef") for one in OPTIMIZERS if allowed(case, one)],
+        ("pb", "adam"), ("pipedream", "adam"),
+    ),
+)  # fmt: skip
+def test_every_optimizer(case, optimizer):
+    agree(case, 5, optimizer)
+
+
+@pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"compile": {"backend": "aot_eager"}}], ids=str)
+def test_with_other_options(options):
+    agree("cerebras", 5, **options)
+
+
+def test_several_micro_batches_per_update():
+    """Sums of gradients leave the device with their stages, and come back."""
+    pipe = agree("pipeoptim-xpipe", 5)
+    assert pipe.traffic().sums_in
+
+
+# -- what is moved and held --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ahead", [0, 3, 5])
+@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "pipeoptim-xpipe"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_bytes_predicted_are_bytes_counted(case, ahead, count):
+    pipe = pipeline(model(), CASES[case](S), micro_batch_size=3, store=store(ahead), vectorize=True)
+    some = iter(doubles(200))
+
+    def push():
+        x, y = (torch.cat(part) for part in zip(*[next(some) for _ in range(count)], strict=True))
+        return pipe.push(x, y)
+
+    x, y = (torch.cat(part) for part in zip(*doubles(count), strict=True))
+    plan = pipe.plan(x, y, pushes=5)
+    for _ in range(fills(plan.facts, count)):
+        push()
+    pipe.wait()
+    before = pipe.traffic()
+    for _ in range(5):
+        push()
+    pipe.wait()
+    after = pipe.traffic()
+    for name in ("weights_in", "fetches", "gradients_out", "sums_in"):
+        assert round(5 * getattr(plan.push, name)) == getattr(after, name) - getattr(before, name), name
+    assert (plan.push.peak_weights, plan.push.peak_stages) == (after.peak_bytes, after.peak_stages)
+
+
+def test_a_tick_brings_every_weight_once():
+    """In the steady state: for a micro-batch, each stage is fetched once, and its gradients leave once."""
+    pipe = pipeline(model(), "pb", store=store(3), vectorize=True)
+    some = doubles(80)
+    for x, y in some[:40]:
+        pipe.push(x, y)
+    before = pipe.traffic()
+    for x, y in some[40:]:
+        pipe.push(x, y)
+    fetched, left = (getattr(pipe.traffic().since(before), name) for name in ("fetches", "gradients_out"))
+    assert 40 * S <= fetched <= 42 * S  # to ask for the traffic finishes what was pushed, which breaks two ticks
+    assert left == 40 * pipe.memory().weights
+
+
+def test_weights_are_on_the_device_only_while_they_are_needed():
+    pipe = pipeline(model(), "pb", store=store(3), vectorize=True)
+    for x, y in doubles(20):
+        pipe.push(x, y)
+    pipe.wait()
+    stages = pipe._engine.stages
+    assert not any(stage.home.slot.flat.here for stage in stages)
+    assert not any(stage.home.slot.flat.memory.untyped_storage().nbytes() for stage in stages)
+    assert pipe.traffic().peak_bytes <= 4 * max(stage.home.slot.nbytes for stage in stages)
+
+
+# -- states ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", mostly_rare(STREAMED, "pb", "cerebras", "pipedream", "msnag-stash"))
+def test_resumed_in_flight(case):
+    """With the bits of the run that was not interrupted at the same place."""
+    some = doubles(30)
+    one, other, resident = (
+        pipeline(model(), CASES[case](S), vectorize=True, **on) for on in ({"store": store(5)}, {"store": store(5)}, {})
+    )
+    for x, y in some[:11]:
+        one.push(x, y)
+    state = one.state_dict()
+    for x, y in some[:2]:
+        other.push(x, y)
+    other.load_state_dict(state)
+    resident.load_state_dict(state)
+    for pipe in (one, other, resident):
+        for x, y in some[11:]:
+            pipe.push(x, y)
+    wanted = weights(one)
+    assert torch.equal(weights(other), wanted)
+    same([weights(resident)], [wanted])
+    assert other.traffic().peak_stages <= 6
+
+
+@pytest.mark.parametrize("case", mostly_rare(STREAMED, "pb", "cerebras", "pipedream", "msnag-stash"))
+def test_a_state_of_the_event_loop_goes_on_as_one_and_back(case):
+    some = doubles(40)
+    plain, loop = (pipeline(model(), CASES[case](S), store=store(5)) for _ in range(2))
+    pipe = pipeline(model(), CASES[case](S), store=store(5), vectorize=True)
+    for x, y in some[:11]:
+        plain.push(x, y)
+    pipe.load_state_dict(plain.state_dict())
+    for each in (plain, pipe):
+        for x, y in some[11:25]:
+            each.push(x, y)
+        each.drain()
+    loop.load_state_dict(pipe.state_dict())
+    for each in (plain, loop):
+        for x, y in some[25:]:
+            each.push(x, y)
+    same([weights(loop)], [weights(plain)])
+
+
+def test_a_state_of_more_stages_than_have_room_is_refused():
+    resident = pipeline(model(), "pb", vectorize=True)
+    for x, y in doubles(9):
+        resident.push(x, y)
+    pipe = pipeline(model(), "pb", store=store(2), vectorize=True)
+    with pytest.raises(ValueError, match="5 stages .* prefetch=2 .* prefetch=4"):
+        pipe.load_state_dict(resident.state_dict())
+
+
+# -- what runs as one --------------------------------------------------------------------------------------------------
+
+
+def test_auto_leaves_flushes_to_the_event_loop():
+    pipe, *found = trained("gpipe-4", store=store(5), vectorize="auto")
+    assert all("stage by stage" in told for told in pipe.vectorized.values()) and pipe.vectorized
+    _, *wanted = trained("gpipe-4", store=store(5))
+    assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_stages_that_are_not_alike_after_all():
+    """Their weights come for each of them."""
+
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear, self.by = nn.Linear(6, 6), next(numbers)
+
+        def forward(self, x):
+            return torch.tanh(self.by * self.linear(x))
+
+    found = []
+    for on in (False, "auto"):
+        numbers = iter((1.0, 1.0, 2.0, 2.0, 1.0))
+        pipe, *rest = trained("pb", build=lambda: model(make=Scaled), store=store(9), vectorize=on)
+        found.append(rest)
+    assert "computes something else" in str(pipe.vectorized)
+    same(*found)
