@@ -219,6 +219,13 @@ ROWS: dict[str, Row] = {
         loads({}, model=network(4), vectorize=True), "only go on in a stack; build the pipeline with vectorize=True",
         loads({"vectorize": True}, vectorize=True),
     ),
+    "as one, in flight, with too little room": Row(
+        loads({"vectorize": True, "model": network(4), "store": pipeback.HostStore(prefetch=0)}, model=network(4),
+              vectorize=True),
+        "no room on the device at once with prefetch=0; build the store with prefetch=2",
+        loads({"vectorize": True, "model": network(4), "store": pipeback.HostStore(prefetch=2)}, model=network(4),
+              vectorize=True),
+    ),
     "as one, in flight in one worker": Row(
         loads({"vectorize": True, "workers": 4, "model": network(4)}, model=network(4), vectorize=True),
         "saved with 1 worker or ranks, and this pipeline has 4 workers or ranks.*workers=1",

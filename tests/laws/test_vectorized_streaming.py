@@ -29,7 +29,9 @@ def agree(case, ahead, optimizer=None, **options):
     assert all(several) and bool(several) == (ahead > 2)
     same(found, wanted)
     assert pipe.traffic().peak_stages <= min(ahead + 1, S)
-    assert pipe.traffic().gradients_out == loop.traffic().gradients_out
+    # sums that leave with their stage come back; how often they do depends on the order
+    left = [each.traffic().gradients_out - each.traffic().sums_in for each in (pipe, loop)]
+    assert left[0] == left[1]
     return pipe
 
 
@@ -171,7 +173,7 @@ def test_a_state_of_more_stages_than_have_room_is_refused():
     for x, y in doubles(9):
         resident.push(x, y)
     pipe = pipeline(model(), "pb", store=store(2), vectorize=True)
-    with pytest.raises(ValueError, match="5 stages .* prefetch=2 .* prefetch=4"):
+    with pytest.raises(ValueError, match="5 stages .* prefetch=2; .* prefetch=4"):
         pipe.load_state_dict(resident.state_dict())
 
 
