@@ -140,6 +140,10 @@ class HeldStages:
                 stack.enter_context(self.present(stage))
             yield
 
+    def present_as_one(self, stage: Stage) -> AbstractContextManager[None]:
+        """As `present`, with all stages that run as one with this one: graphs are checked on the weights of all."""
+        return self.present(stage) if stage.stack is None else self.all_present(stage.stack.stages)
+
     def opened(self, stage: Stage, *, changes: bool = False) -> AbstractContextManager[None]:
         """A context in which all state of a stage is in memory. changes: whether the store keeps it on exit."""
         if self.store is None or stage.home.slot is None:

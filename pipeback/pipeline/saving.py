@@ -116,7 +116,7 @@ class Saving:
         with torch.enable_grad():
             for stage in holding.mine:
                 opened = partial(holding.opened, changes=True)
-                loaded = pipeline_state.load(stage, saved, options, opened, holding.present)
+                loaded = pipeline_state.load(stage, saved, options, opened, holding.present_as_one)
                 messages.setdefault(stage.replica, {}).update(loaded)
         loops = plain["loops"]
         self._commits.restart(loops[0]["order"]["start"] if loops and not loops[0]["fresh"] else engine.arrived)
