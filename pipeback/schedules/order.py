@@ -24,7 +24,7 @@ from pipeback.schedules.split import after, splits
 from pipeback.schedules.warm_up import in_rounds, rounded
 from pipeback.schedules.waves import Ops as Ops  # executors take both from here
 from pipeback.schedules.waves import Wave as Wave
-from pipeback.schedules.worker_turns import Turns, by_worker
+from pipeback.schedules.worker_turns import by_worker, turns_of
 
 POLICIES = ("grouped", "upstream", "sticky", "random", "streaming", "skewed")
 FAR = 64  # the most operations that are looked at in advance
@@ -73,9 +73,8 @@ class Order:
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
         self._ends = False  # whether the programs end with a group, so that the next one can be done as a whole
         self._leapt = [0] * n  # rounds of each stage that `leap` has done, and by which they have not been either
-        self._turns: list[Turns] = []  # of each worker, where these decide and not the policy
-        if isinstance(schedule, Placed):
-            self._turns = [Turns(schedule.turns(worker)) for worker in range(schedule.placement.workers)]
+        self.placed = schedule if isinstance(schedule, Placed) else None
+        self._turns = turns_of(self.placed)  # of each worker, where these decide and not the policy
         self._programs: list[Iterator[Op]] = [schedule(s, n) for s in range(n)]
         if self.policy == "streaming":
             self._programs = [Foreseen(program) for program in self._programs]

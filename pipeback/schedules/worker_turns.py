@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 
 from pipeback.schedules.ops import Kind, Op
+from pipeback.schedules.placement import Placed
 
 
 class Turns:
@@ -18,13 +19,19 @@ class Turns:
         self.stages = next(self._turns)[1]
 
 
+def turns_of(placed: Placed | None) -> list[Turns]:
+    """Those of every worker, if the schedule says them."""
+    return [] if placed is None else [Turns(placed.turns(worker)) for worker in range(placed.placement.workers)]
+
+
 def by_worker(
     workers: Sequence[Turns],
     heads: Sequence[Op | None],
     ready: Callable[[int], bool],
     take: Callable[[int, Op], tuple[int, int]],
 ) -> Iterator[tuple[Kind, Sequence[tuple[int, int]]]]:
-    """Yield what each worker does, in its own order: its next operation, (stage, micro-batch), at all stages of a part.
+    """Yield what each worker does, in its own order: its next operation, (stage, micro-batch), at all stages of a part,
+    one after the other: backwards of a micro-batch from the last stage on.
 
     heads: the next operation of each stage. ready: whether that of a stage may be done. take: counts it as done.
     """
@@ -35,6 +42,5 @@ def by_worker(
             while ready(turns.stages[0]):
                 moved, mine = True, [(s, head) for s in turns.stages if (head := heads[s]) is not None]
                 kind = mine[0][1].kind
-                ops = [take(s, head) for s, head in mine]
-                yield from [(kind, [op]) for op in ops] if kind in "BI" else [(kind, ops)]
+                yield kind, [take(s, head) for s, head in mine]
                 turns.advance()
