@@ -25,7 +25,7 @@ from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops
 from pipeback.schedules.placement import Placed
 from pipeback.stages.failed_graph import failed
-from pipeback.stages.flight import Flight, begins, grown, reported, weighed
+from pipeback.stages.flight import Flight, begins, reported, weighed
 from pipeback.stages.gradients import differentiate
 from pipeback.stages.stage import Stage
 from pipeback.tensors.copies import to_device
@@ -39,7 +39,7 @@ class Joined(NamedTuple):
     """
 
     flight: Flight
-    ends: Sequence[Sequence[GradientEdge]]
+    ends: Sequence[Sequence[Any]]
     outputs: Sequence[Any]
 
 
@@ -109,7 +109,7 @@ class JoinedGraphs:
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 raise told from error
-            ends.append(tuple([GradientEdge(y.grad_fn, 0, None) for y in grown(value) if y.grad_fn is not None]))
+            ends.append([y.grad_fn for y in (value if type(value) is tuple else (value,))])
             if kept:
                 outputs.append(value)
         flight = Flight(leaves, value, target, first.version, type(x) is tuple)
@@ -148,7 +148,8 @@ class JoinedGraphs:
                     seeds.append(g.to(y.device) if last.learnt.mixed else g)
             differentiate(roots, seeds, flight.leaves, [stage.gradients for stage in run])
         except Exception as error:
-            raise worker.failure("backward", run[failed(joined.ends, error)], i, error) from error
+            graphs = [[GradientEdge(node, 0, None) for node in nodes if node is not None] for nodes in joined.ends]
+            raise worker.failure("backward", run[failed(graphs, error)], i, error) from error
         for stage in run:
             stage.gradients.count_more(number)
             stage.went_backward(flight.options)

@@ -65,7 +65,7 @@ class Placed:
     program: WorkerProgram
     placement: Placement
 
-    def turns(self, worker: int) -> Iterator[tuple[Op, Sequence[int]]]:
+    def turns(self, worker: int) -> Iterator[tuple[Op, range]]:
         """Each operation of a worker, and the stages at which it is done, one after the other."""
         chunks = self.placement.chunks(worker)
         for chunk, op in self.program(worker, self.placement.workers, len(chunks)):
