@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
@@ -13,6 +14,7 @@ from pipeback.lightning.find_stages import find
 from pipeback.methods.base import Method
 from pipeback.recipes import build
 from pipeback.recipes.provenance import provenance
+from pipeback.schedules.ops import Schedule
 from pipeback.schedules.timeline import bubble, timeline
 
 MOST = 2000  # the most micro-batches for which the bubble is measured on the schedule
@@ -62,4 +64,10 @@ def facts_of(
 def idle(method: Method, stages: int, count: int, config: Mapping[str, Any]) -> float:
     per_batch = math.ceil(config["batch_size"] / (config["micro_batch_size"] or config["batch_size"]))
     flow = method.schedule_at(0, per_batch) if method.flush_each_push else method.schedule
+    return _bubble(flow, stages, count)
+
+
+@cache
+def _bubble(flow: Schedule, stages: int, count: int) -> float:
+    """The bubble of a schedule; many methods of a comparison have the same one."""
     return float(bubble(timeline(flow, stages, count)))

@@ -21,6 +21,7 @@ from pipeback.runtime.loop import Loop, Messages, check_progress, merge_progress
 from pipeback.stages import stage_state, state_check
 from pipeback.stages.joint_optimizer import Options, plain_groups, restored
 from pipeback.stages.stage import Stage
+from pipeback.stages.state_values import Tensors
 
 FORMAT = 2
 COMMON = ("weight/", "optimizer/", "counted/", "method/", "version/")  # the same in every replica
@@ -34,7 +35,7 @@ class StageShare(NamedTuple):
 
     stage: int
     replica: int
-    tensors: stage_state.Tensors
+    tensors: Tensors
     plain: Plain
 
 
@@ -50,7 +51,7 @@ def share(
     stages: Sequence[Stage],
     loops: Sequence[Loop],
     opened: Opened = lambda stage: nullcontext(),
-    take: Callable[[Stage, stage_state.Tensors], None] | None = None,
+    take: Callable[[Stage, Tensors], None] | None = None,
     copy: bool = True,
     alone: bool = False,
 ) -> Share:
@@ -114,7 +115,7 @@ def merge(shares: Sequence[Share], plain: Plain) -> dict[str, Any]:
     """Return the state from the shares of all processes. plain: the values that belong to no stage."""
     parts = sorted((part for each in shares for part in each.parts), key=lambda part: (part.stage, part.replica))
     count = 1 + max(part.stage for part in parts)
-    tensors: list[stage_state.Tensors] = [{} for _ in range(count)]
+    tensors: list[Tensors] = [{} for _ in range(count)]
     plains: list[Plain] = [{} for _ in range(count)]
     for part in parts:
         if part.replica:
@@ -139,7 +140,7 @@ def merge(shares: Sequence[Share], plain: Plain) -> dict[str, Any]:
 
 def of_one(own: Share, plain: Plain, stages: int) -> dict[str, Any]:
     """Return a state that only the process with this share, taken `alone`, can load. stages: how many there are."""
-    tensors: list[stage_state.Tensors] = [{} for _ in range(stages)]
+    tensors: list[Tensors] = [{} for _ in range(stages)]
     plains: list[Plain] = [{} for _ in range(stages)]
     for s, replica, some, values in own.parts:
         where = {k: f"replica/{replica}/{k}" for k in some if replica and not k.startswith(COMMON)}

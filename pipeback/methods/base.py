@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from pipeback.schedules.ops import Schedule
-from pipeback.schedules.placement import Kind, Placement
-from pipeback.schedules.programs import by_worker
+from pipeback.schedules.placement import Kind, Placed, Placement
 from pipeback.schedules.timeline import delays
+from pipeback.schedules.worker_programs import as_stages
 from pipeback.tensors.weight_list import Weights as Weights  # methods take it from here
 
 
@@ -183,12 +183,12 @@ class Method:
         """The schedule of an empty pipeline that goes on at micro-batch `start`, with a push of `pushed` of them."""
         return self.schedule
 
-    def placed(self, schedule: Schedule, placement: Placement) -> Schedule:
+    def placed(self, schedule: Schedule, placement: Placement) -> Placed:
         """The schedule of a whole flush for these workers, if `by_worker`: of the weights that `schedule` makes.
 
         By default, all stages of a worker run the program that it would run if they were one stage.
         """
-        return by_worker(schedule, placement.owner)
+        return Placed(as_stages(schedule), placement)
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         """Raise a ValueError that names the alternative when the equations do not allow this optimizer."""

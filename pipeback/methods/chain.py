@@ -27,7 +27,7 @@ from pipeback.methods.base import (
     overrides,
 )
 from pipeback.schedules.ops import Schedule
-from pipeback.schedules.placement import Placement
+from pipeback.schedules.placement import Placed, Placement
 from pipeback.schedules.timeline import in_flight
 from pipeback.tensors.weight_list import Weights
 
@@ -85,7 +85,7 @@ class _Chain(Method):
             start, pushed
         )
 
-    def placed(self, schedule: Schedule, placement: Placement) -> Schedule:
+    def placed(self, schedule: Schedule, placement: Placement) -> Placed:
         return self.methods[0].placed(schedule, placement)
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:

@@ -19,3 +19,4 @@ class GPipe(Flushing):
     """micro_batches: M, micro-batches per flush, counted across pushes; None: each push is one flush."""
 
     by_number = staticmethod(fill_drain)
+    by_worker = True

@@ -32,5 +32,5 @@ class LoopedBFS(Flushing):
     by_worker = True
     placement = "loop"
 
-    def placed(self, schedule: Schedule, placement: Placement) -> Schedule:
+    def placed(self, schedule: Schedule, placement: Placement) -> Placed:
         return Placed(looped_bfs(flush(schedule)), placement)

@@ -31,5 +31,5 @@ class ZeroBubbleV(Flushing):
     placement = "v"
     chunks = 2
 
-    def placed(self, schedule: Schedule, placement: Placement) -> Schedule:
+    def placed(self, schedule: Schedule, placement: Placement) -> Placed:
         return Placed(zb_v(flush(schedule), splits(schedule)), placement)

@@ -13,7 +13,7 @@ import torch
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.pipeline.slices import unlike
 from pipeback.runtime.loop import Batch
-from pipeback.stages.flight import Value
+from pipeback.stages.flight import Value, keep_settings
 from pipeback.stages.module_settings import Mirror, Settings
 from pipeback.stages.rehearsal import rehearse, rehearse_form, rehearse_shape
 from pipeback.stages.stage import Stage
@@ -43,7 +43,7 @@ class Rehearsals:
         self._kinds: set[Any] = set()
         self._forms: set[Form] = set()  # of the micro-batches so far
         self._modes = Settings([], "modes")  # of all modules
-        self._settings: list[tuple[Stage, Settings]] = []  # of stages that do not draw, as far as is known
+        self._settings: list[tuple[Stage, Settings]] = []  # of each stage
         self._joined = Settings.joined(())  # the same, for one pass before every push
         every = [[m for stage in stages for m in stage.module.modules()] for stages in holding.everywhere]
         self._mirror = Mirror(every) if len(every) > 1 else None  # the user sets those of the first replica
@@ -86,7 +86,7 @@ class Rehearsals:
             self._through(batches[0], self._shape, relay)
         for stage, settings in self._settings:
             if settings.changed():
-                if not anew:  # else it is known whether it draws
+                if not anew and stage.random.state is None:  # else it is known whether it draws
                     stage.random.begin(stage.generator)
                 if stage.stack is not None:
                     stage.stack.renew()
@@ -103,10 +103,11 @@ class Rehearsals:
         """Note how the modules are set: their modes, and the numbers in them."""
         every = [stage for stages in self._holding.everywhere for stage in stages]
         self._modes = Settings((m for stage in every for m in stage.module.modules()), "modes")
+        for stage in every:
+            keep_settings(stage.flights.values(), stage.learnt.settings)
+            stage.learn(settings=Settings.of(stage.module))
         self._settings = [
-            (stage, Settings(stage.module.modules(), "numbers" if stage.stack is None else "all"))
-            for stage in every
-            if stage.random.state is None or stage.stack is not None
+            (stage, Settings(stage.module.modules(), "numbers" if stage.stack is None else "all")) for stage in every
         ]
         self._joined = Settings.joined(settings for _, settings in self._settings)
 

@@ -24,6 +24,7 @@ from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.weight_provider import WeightProvider
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
+from pipeback.schedules.programs import fills
 from pipeback.schedules.timeline import in_flight
 from pipeback.stages.stage import Stage
 from pipeback.streaming.store import DeviceStore
@@ -91,7 +92,9 @@ def _loop(
         # in a flush, the gradient that another worker waits for leaves before the next one is begun; where the loss is
         # computed outside, a loop expects the forwards of a micro-batch first
         policy = "upstream"
-        shared = holding.placement() if holding.method.by_worker else None
+        # stages as one do whole flushes of GPipe, in the order of stages
+        as_one = setting.skewed and fills(holding.method.schedule)
+        shared = holding.placement() if holding.method.by_worker and not as_one else None
     store, near = holding.store, 1
     residence: WeightProvider | None = None
     if store is not None:

@@ -119,6 +119,7 @@ class DryWorker:
     samples = joins = False
     outside = ()  # there is no state that anybody could change
     executor = None  # operations take time, but nothing is computed
+    placed_by = None
 
     def __init__(
         self,

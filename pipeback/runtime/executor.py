@@ -22,6 +22,19 @@ class SplitOperations(Protocol):
         """Do W of each (stage, micro-batch)."""
 
 
+class JoinedOperations(Protocol):
+    """How a worker does an operation of one micro-batch at all stages of a part, within a whole flush."""
+
+    def forward(self, ops: Ops) -> None:
+        """Do F of each (stage, micro-batch), upstream first."""
+
+    def backward(self, ops: Ops) -> None:
+        """Do B of each (stage, micro-batch), downstream first."""
+
+    def output(self, s: int, i: int) -> Any:
+        """The output of a stage for a micro-batch in flight, None if it is not kept here."""
+
+
 class Executor(Protocol):
     """How a worker's operations are done on the weights in place: stage by stage, or those of several stages as one."""
 
@@ -29,6 +42,7 @@ class Executor(Protocol):
     as_one: bool  # whether the operations of a wave are one call
     split: SplitOperations | None  # does I and W; None: it cannot split a backward
     whole: str  # why it cannot
+    joined: JoinedOperations | None  # does F and B of whole flushes; None: at each stage by itself
     by_group: bool  # whether it does groups of micro-batches as a whole
     undoes: bool  # whether a micro-batch whose forward fails can be taken back (`undo`)
 

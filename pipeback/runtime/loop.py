@@ -47,8 +47,7 @@ class Loop:
         at_once: a push admits all its micro-batches before any operation, so that the order can choose among more.
         """
         self.worker, self.order, self.method, self.replica = worker, order, method, replica
-        self.placement = placement
-        self.at_once = at_once
+        self.placement, self.at_once = placement, at_once
         # whether something else waits to be done; None: the caller asks for what is left of a push
         self.more: Callable[[], bool] | None = None
         self.inline = False  # whether a caller hears that a micro-batch has failed before the next one is pushed
@@ -71,6 +70,7 @@ class Loop:
         elif (self.placement is not None or self.at_once) and order.empty:
             # the last push or this one may be part of a flush
             order.restart(self._schedule(len(batches), at_once=self.at_once))
+        worker.placed_by = order.placed
         last = worker.count - 1
         at_end = self.at_once or order.policy == "skewed"  # with these the order of operations does not change
         for n, (x, target, size) in enumerate(batches):
@@ -308,7 +308,7 @@ class Loop:
             return schedule
         if at_once and self.method.by_worker:
             return fill_drain(flush(schedule))
-        return schedule if (at := self.placement) is None else unwaited(self.method.placed(schedule, at), at)
+        return schedule if (at := self.placement) is None else unwaited(self.method.placed(schedule, at))
 
     def _of_method(self, start: int, pushed: int) -> Schedule:
         """Return the method's schedule, with whole backwards where the worker cannot split them."""

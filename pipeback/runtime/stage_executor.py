@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
-from pipeback.runtime.executor import SplitOperations
+from pipeback.runtime.executor import JoinedOperations, SplitOperations
+from pipeback.runtime.joined_graphs import JoinedGraphs, able
 from pipeback.runtime.split_executor import SplitExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.flushes import FlushSpan
@@ -34,6 +35,9 @@ class StageExecutor:
     def __init__(self, worker: Worker) -> None:
         self.worker, self.stages, self.link = worker, worker.stages, worker.link
         self.split: SplitOperations | None = SplitExecutor(worker)
+        self.joined: JoinedOperations | None = None
+        if worker.residence.joins and able(worker.method):
+            self.joined = JoinedGraphs(worker, self.first_bad)
         self.apart = any(stage.keeping is not None and stage.keeping.apart for stage in self.stages.values())
 
     def record(self, on: bool) -> None:
@@ -74,7 +78,7 @@ class StageExecutor:
             if not stage.last:
                 link.send("F", s + 1, i, y)
             elif worker.check_finite and stage.judges and not torch.isfinite(y):
-                raise self._first_bad(i, y)
+                raise self.first_bad(i, y)
             else:
                 worker.report(i, y)
             if s == worker.last:
@@ -138,15 +142,21 @@ class StageExecutor:
         last = self.stages[self.worker.last]
         return self._not_finite(last, i, f"the loss is {loss.item()}")
 
-    def _first_bad(self, i: int, loss: Tensor) -> StageError:
+    def first_bad(self, i: int, loss: Tensor) -> StageError:
+        """The error of a micro-batch whose loss is not finite: of the first stage here whose output was not."""
         for s in sorted(self.stages):
-            flight = self.stages[s].flights.get(i)
-            if flight is None or s == self.worker.last:
-                continue
-            given = self.stages[s + 1].flights[i].leaves  # not every flight keeps its own output
+            given = () if s == self.worker.last else self._output(s, i)
             if not all(bool(torch.isfinite(part).all()) for part in given):
                 return self._not_finite(self.stages[s], i, f"the output is not finite (the loss is {loss.item()})")
         return self.bad_loss(i, loss)
+
+    def _output(self, s: int, i: int) -> Sequence[Tensor]:
+        """The output of a stage for a micro-batch, as far as it is here; not every flight keeps its own."""
+        after = self.stages.get(s + 1)
+        if after is not None and i in after.flights:
+            return after.flights[i].leaves
+        found = None if self.joined is None else self.joined.output(s, i)
+        return () if found is None else found if type(found) is tuple else (found,)
 
     @staticmethod
     def _not_finite(stage: Stage, i: int, found: str) -> StageError:

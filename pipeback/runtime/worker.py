@@ -30,6 +30,7 @@ from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightPr
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
+from pipeback.schedules.placement import Placed
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
@@ -70,9 +71,10 @@ class Worker:
         self.report: Callable[[int, Tensor], None] = lambda mb, loss: None  # called by the last stage
         self.sizes: dict[int, int] = {}  # samples of each micro-batch, if these weight the mean
         self.ledger = Ledger()
-        self.began: Callable[[tuple[str, int, int]], None] | None = None  # called before each (kind, stage, mb)
+        self.began: Callable[[tuple[str, int | str, int]], None] | None = None  # before (kind, stage or stages, mb)
         self.tracing = False
         self.early: tuple[int, int] | None = None  # (stage, micro-batch) whose F was done before its turn
+        self.placed_by: Placed | None = None  # the schedule, if it says what each worker does
         self.failed: tuple[str, int, int] | None = None  # the operation that has raised (its kind, stage, micro-batch)
         self.trace: list[tuple[float, float, int, str, int]] = []  # (start, end, stage, kind, micro-batch), seconds
         self.stash = method.copies == "stash"
@@ -110,6 +112,7 @@ class Worker:
         """Do the own part of every wave, in order."""
         mine, alone = self.stages, len(self.stages) == self.count
         entry = self.method.needs_entry
+        joined = self.executor.joined if self.placed_by is not None and self.watch is None else None
         for kind, ops in self.residence.ahead(waves):
             if entry:
                 self._follow(kind, ops)
@@ -121,7 +124,9 @@ class Worker:
             if kind in ("I", "W"):
                 do = self.of_input if kind == "I" else self.of_weights
             if not self.tracing and self.replicas is None:
-                if self.executor.apart and kind == "B":
+                if joined is not None and kind in ("F", "B"):
+                    (joined.forward if kind == "F" else joined.backward)(ops)
+                elif kind in ("B", "I") and (self.executor.apart or self.placed_by is not None):
                     for op in ops:
                         do([op])
                 else:

@@ -24,7 +24,7 @@ from pipeback.schedules.split import after, splits
 from pipeback.schedules.warm_up import in_rounds, rounded
 from pipeback.schedules.waves import Ops as Ops  # executors take both from here
 from pipeback.schedules.waves import Wave as Wave
-from pipeback.schedules.worker_turns import Turns, by_worker
+from pipeback.schedules.worker_turns import by_worker, firsts, programs, turns_of
 
 POLICIES = ("grouped", "upstream", "sticky", "random", "streaming", "skewed")
 FAR = 64  # the most operations that are looked at in advance
@@ -73,13 +73,12 @@ class Order:
         self._owed = 0  # micro-batches for which that was so, and by which the programs have not been advanced
         self._ends = False  # whether the programs end with a group, so that the next one can be done as a whole
         self._leapt = [0] * n  # rounds of each stage that `leap` has done, and by which they have not been either
-        self._turns: list[Turns] = []  # of each worker, where these decide and not the policy
-        if isinstance(schedule, Placed):
-            self._turns = [Turns(schedule.turns(worker)) for worker in range(schedule.placement.workers)]
-        self._programs: list[Iterator[Op]] = [schedule(s, n) for s in range(n)]
-        if self.policy == "streaming":
+        self.placed = schedule if isinstance(schedule, Placed) else None
+        self._turns = turns_of(self.placed)  # of each worker, where these decide and not the policy
+        self._programs: list[Iterator[Op]] = programs(schedule, n)
+        if self.policy == "streaming" and self.placed is None:
             self._programs = [Foreseen(program) for program in self._programs]
-        self._heads: list[Op | None] = [next(program) for program in self._programs]
+        self._heads: list[Op | None] = firsts(self._programs)
         self._fetched = [1] * n  # operations taken from each program, the head included, W left out
         self.forwards, self.backwards, self.updated = [0] * n, [0] * n, [0] * n  # micro-batches since the start
         self.finished = [0] * n if self._back == "I" else self.backwards  # those whose W has been done
@@ -217,7 +216,8 @@ class Order:
 
     def _waves(self) -> Iterator[Wave]:
         if self._turns or self.policy != "grouped":
-            in_turn = starmap(Wave, by_worker(self._turns, self._heads, self._ready, self._take))
+            columns = self._heads, self.forwards, self.backwards, self.finished, self.updated, self._fetched
+            in_turn = starmap(Wave, by_worker(self._turns, self._ready, self._take, columns))
             yield from in_turn if self._turns else self._singles()
             return
         heads, take, last = self._heads, self._take, self.stages - 1

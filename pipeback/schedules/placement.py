@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Literal, NamedTuple
 
-from pipeback.schedules.ops import Op, Schedule
+from pipeback.schedules.ops import Op
 
 Kind = Literal["neighbours", "loop", "v"]
 KINDS: tuple[Kind, ...] = ("neighbours", "loop", "v")
@@ -65,7 +65,7 @@ class Placed:
     program: WorkerProgram
     placement: Placement
 
-    def turns(self, worker: int) -> Iterator[tuple[Op, Sequence[int]]]:
+    def turns(self, worker: int) -> Iterator[tuple[Op, range]]:
         """Each operation of a worker, and the stages at which it is done, one after the other."""
         chunks = self.placement.chunks(worker)
         for chunk, op in self.program(worker, self.placement.workers, len(chunks)):
@@ -77,7 +77,17 @@ class Placed:
 
     def __call__(self, stage: int, stages: int) -> Iterator[Op]:
         worker = next(w for part, w in zip(*self.placement, strict=True) if stage in part)
-        return (op for s, op in self.worker(worker) if s == stage)
+        return (op for op, mine in self.turns(worker) if stage in mine)
+
+    def whole_parts(self, worker: int) -> set[range]:
+        """The parts of a worker whose backwards are whole, in the first flush and so in all."""
+        split, left = set(), len(chunks := self.placement.chunks(worker))
+        for chunk, op in self.program(worker, self.placement.workers, len(chunks)):
+            split |= {chunk} if op.kind == "I" else set()
+            left -= op.kind == "U"
+            if not left:
+                break
+        return {part for n, part in enumerate(chunks) if n not in split}
 
     def until(self, worker: int, n: int) -> Iterator[tuple[int, Op]]:
         """The operations of a worker on the first n micro-batches, and the updates that complete them."""
@@ -92,19 +102,12 @@ class Placed:
                 yield s, op
 
 
-def unwaited(schedule: Schedule, placement: Placement) -> Schedule:
+def unwaited(schedule: Placed) -> Placed:
     """The same schedule, with whole backwards in the first part where the gradient of the weights follows at once.
 
     No other worker waits for what I gives there, and to split a backward costs some time: B then does what I and W do.
     """
-    if isinstance(schedule, Placed):
-        return Placed(partial(_first_chunk_whole, schedule.program), schedule.placement)
-    return partial(_first_part_whole, schedule, placement.parts[0])
-
-
-def _first_part_whole(schedule: Schedule, part: range, stage: int, stages: int) -> Iterator[Op]:
-    program = schedule(stage, stages)
-    return (op for _, op in _joined((0, op) for op in program)) if stage in part else program
+    return Placed(partial(_first_chunk_whole, schedule.program), schedule.placement)
 
 
 def _first_chunk_whole(program: WorkerProgram, worker: int, workers: int, chunks: int) -> Iterator[tuple[int, Op]]:

@@ -8,7 +8,7 @@ processes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import count
@@ -76,15 +76,6 @@ def flushed_in_flight(schedule: Schedule, stage: int, stages: int) -> int | None
 def fills(schedule: Schedule) -> bool:
     """Whether it is `fill_drain`: no stage waits for a backward before all forwards of a flush are done."""
     return isinstance(schedule, partial) and schedule.func is _fill_drain
-
-
-def by_worker(schedule: Schedule, owner: Sequence[int]) -> Schedule:
-    """Each stage runs the program that its worker would run if its stages were one. owner: the worker of each stage."""
-    return partial(_by_worker, schedule, tuple(owner))
-
-
-def _by_worker(schedule: Schedule, owner: Sequence[int], stage: int, stages: int) -> Iterator[Op]:
-    return schedule(owner[stage], owner[-1] + 1)
 
 
 def flush(schedule: Schedule) -> int:

@@ -14,7 +14,8 @@ class Wave(NamedTuple):
     """Operations of one kind, at most one per stage, upstream first.
 
     The forwards of a wave run in the order given, as one may feed the next. The backwards or updates of a wave do not
-    depend on each other, so that they can run as one.
+    depend on each other, so that they can run as one. Only where the order goes by worker (`Order.placed`), a wave is
+    one operation at all stages of a part, in the order given, and a backward feeds the next one, too.
     """
 
     kind: Kind

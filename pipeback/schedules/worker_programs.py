@@ -10,8 +10,23 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
-from pipeback.schedules.ops import Kind, Op
+from pipeback.schedules.ops import Kind, Op, Schedule
 from pipeback.schedules.placement import WorkerProgram
+
+
+def as_stages(schedule: Schedule) -> WorkerProgram:
+    """Each worker, which holds one part, does what it would do as one stage under this schedule."""
+    #     0 │ F0 F1 .  B0 F2 B1 F3 B2 .  B3
+    #     1 │ .  F0 B0 F1 B1 F2 B2 F3 B3 .
+    return _AsStages(schedule)
+
+
+@dataclass(frozen=True)
+class _AsStages:
+    schedule: Schedule
+
+    def __call__(self, worker: int, workers: int, chunks: int) -> Iterator[tuple[int, Op]]:
+        return ((0, op) for op in self.schedule(worker, workers))
 
 
 def interleaved_turn(n: int, workers: int, chunks: int) -> tuple[int, int]:

@@ -216,6 +216,7 @@ class Segment(nn.Module):
             if not _has(self, name):
                 _register(self, name, part, persistent=name not in unsaved)
         self.__setting__ = 0  # see `AttributeReads.number`
+        self.__in_mode__: dict[bool, int] = {}  # the same, where all modules of the model train, or none
         self.__rewritten__: set[str] = set()  # parameters that it writes into
         self.__entered: list[Entered] = []  # of all scripts
         self.__carried: dict[str, Carried] = {}

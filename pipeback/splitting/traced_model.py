@@ -161,7 +161,7 @@ class TracedModel:
 
     def know(self, forms: Sequence[Mapping[str, Any]]) -> None:
         """Trace the model for these forms, by shapes alone."""
-        for form in forms:
+        for form in (*forms, *forms):  # tracing one may find attributes by which another is known anew
             with accelerators.under(accelerators.read(form.get("autocast", ()))):  # earlier states have none
                 self._know(form)
         self.set(self.held.number())
@@ -179,9 +179,10 @@ class TracedModel:
 
     def set(self, number: int) -> None:
         """Tell the stages the model's settings, by their number in `AttributeReads`."""
+        in_mode = {training: self.held.number(training) for training in (False, True)}
         for copy in self._copies:
             for segment in copy:
-                segment.__setting__ = number  # type: ignore[assignment]
+                segment.__setting__, segment.__in_mode__ = number, in_mode  # type: ignore[assignment]
 
     def follow_too(self, segments: Sequence[nn.Module]) -> None:
         """Register copies of the segments, which learn all forms that these know."""

@@ -15,10 +15,13 @@ from pipeback.private import holds, newness
 
 
 def failed(graphs: Sequence[Sequence[Any]], error: BaseException) -> int:
-    """The number of the graph that failed. graphs: the roots of each, tensors or the edges at which it begins."""
+    """The number of the graph that failed. graphs: the roots of each, tensors or the edges at which it begins; upstream
+    first where one leads to another, whose nodes are not counted as its own.
+    """
     if len(graphs) == 1:
         return 0
-    nodes = [list(_nodes(roots)) for roots in graphs]
+    seen: set[Any] = set()
+    nodes = [list(_nodes(roots, seen)) for roots in graphs]
     shown = {id(value) for value in _locals(error)}
     for n, graph in enumerate(nodes):
         if any(id(node) in shown for node in graph):  # a torch.autograd.Function, whose backward has raised
@@ -27,9 +30,8 @@ def failed(graphs: Sequence[Sequence[Any]], error: BaseException) -> int:
     return next((n for n in there if any(map(holds, nodes[n]))), there[-1] if there else 0)
 
 
-def _nodes(roots: Sequence[Any]) -> Iterator[Any]:
-    """The nodes of the graph behind these roots, a root first."""
-    seen: set[Any] = set()
+def _nodes(roots: Sequence[Any], seen: set[Any]) -> Iterator[Any]:
+    """The nodes of the graph behind these roots, a root first, without those that were seen before."""
     waiting = [root.node if isinstance(root, GradientEdge) else root.grad_fn for root in reversed(roots)]
     while waiting:
         node = waiting.pop()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from functools import partial
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pipeback.private import casts_anywhere, catch
 from pipeback.stages.home import Repetition, StackedFlight
+from pipeback.stages.module_settings import Settings
 from pipeback.tensors import accelerators
 from pipeback.tensors.batches import whole
 from pipeback.tensors.copies import to_device
@@ -24,8 +26,8 @@ class Flight:
     """A micro-batch between its forward and its backward at one stage."""
 
     __slots__ = (
-        "again", "autocast", "caught", "entry", "heard", "leaves", "options", "output", "owned", "row", "target",
-        "tuple_input", "version",
+        "again", "autocast", "caught", "entry", "heard", "leaves", "options", "output", "owned", "row", "settings",
+        "target", "tuple_input", "version",
     )  # fmt: skip
 
     def __init__(self, leaves: tuple[Tensor, ...], output: Value, target: Any, version: int, tuple_input: bool) -> None:
@@ -41,6 +43,7 @@ class Flight:
         self.heard = False  # whether its forward has registered hooks
         self.again: Repetition | None = None  # gives B the output, if F has kept no graph
         self.caught: list[Tensor | None] | None = None  # gradients whose strides differ from their leaf's
+        self.settings: Settings | None = None  # of the modules at F, if they have been set otherwise since
         self.row: StackedFlight | None = None  # where a stack keeps it, if one has done F
 
     def upstream(self) -> Value:
@@ -60,6 +63,13 @@ class Flight:
                 dense = leaf.layout is torch.strided and leaf.is_contiguous()
                 strides = leaf.stride() if dense else None  # otherwise `.grad` may differ even if strides agree
                 catch(leaf, partial(_catch, self.caught, n, strides))
+
+
+def keep_settings(flights: Iterable[Flight], settings: Settings | None) -> None:
+    """Keep for these flights how the modules were set at their F; they are set otherwise from now on."""
+    for flight in flights:
+        if flight.settings is None:
+            flight.settings = settings
 
 
 class Root:

@@ -123,16 +123,23 @@ class Gradients:
         """Replace the sums by these, which contain the old ones; only where no sums are shown in `.grad`."""
         self.values = values
 
-    def add(self, found: Iterable[Tensor | None]) -> None:
+    def add(
+        self, found: Iterable[Tensor | None], sums: list[Tensor] | None = None, more: list[Tensor] | None = None
+    ) -> None:
         """Add the gradients of a micro-batch, which may be somebody else's tensors: they are not changed later on.
 
-        A sum of two is a tensor of our own, to which the third is added in place.
+        A sum of two is a tensor of our own, to which the third is added in place. sums, more: where given, get the sums
+        and what the caller is to add to them.
         """
         for n, (total, new) in enumerate(zip(self.values, found, strict=True)):
             if total is None or new is None:
                 self.values[n] = new if total is None else total
             elif total is self._made[n] and total.layout is new.layout is torch.strided and total.dtype == new.dtype:
-                total.add_(new)
+                if sums is None or more is None:
+                    total.add_(new)
+                else:
+                    sums.append(total)
+                    more.append(new)
             else:
                 self.values[n] = self._made[n] = _sum(total, new)
 
@@ -210,9 +217,13 @@ def _handed_over(
     for leaf in leaves:
         if leaf.requires_grad:
             leaf.grad = grads[id(leaf)]
+    sums: list[Tensor] = []
+    more: list[Tensor] = []
     for each in every:
-        each.add([grads.get(id(p)) for p in each.params])
+        each.add([grads.get(id(p)) for p in each.params], sums, more)
         each.show()
+    if sums:
+        torch._foreach_add_(sums, more)
 
 
 def identities(tensors: Iterable[Tensor]) -> set[int]:
@@ -225,12 +236,18 @@ def own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
     if gradient.layout is not torch.strided:
         return gradient
     storage = identity(gradient)
-    sizes = zip(gradient.stride(), leaf.stride(), leaf.shape, strict=True)
-    if storage in seen or any(mine != wanted and n > 1 for mine, wanted, n in sizes):
+    if storage in seen or not _alike(gradient, leaf):
         gradient = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
         storage = identity(gradient)
     seen.add(storage)
     return gradient
+
+
+def _alike(gradient: Tensor, leaf: Tensor) -> bool:
+    """Whether they have the same strides, where these say anything."""
+    if (mine := gradient.stride()) == (wanted := leaf.stride()):
+        return True
+    return not any(a != b and n > 1 for a, b, n in zip(mine, wanted, leaf.shape, strict=True))
 
 
 def dense(gradient: Tensor) -> Tensor:

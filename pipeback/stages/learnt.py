@@ -7,6 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from pipeback.stages.module_settings import Settings
+
 
 class Learnt(NamedTuple):
     """What the rehearsal has found out about a stage; before the rehearsal, what is safe to assume."""
@@ -18,4 +20,5 @@ class Learnt(NamedTuple):
     activation_bytes: int = 0  # per micro-batch, on the device
     handed_bytes: int = 0  # those of them that the stage before keeps as well, and longer, if it is in this process
     host_bytes: int = 0  # the same in host memory, where that is another place
+    settings: Settings | None = None  # modes and numbers of the modules, as the last push found them
     repeat_bytes: int = 0  # what a forward done once more holds beyond that, until its backward is done

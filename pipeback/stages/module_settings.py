@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 from torch import nn
 
+SETTING = "__setting__"  # of a segment: how the whole model is set, by a number that holds in one process
 _PLAIN = int, float, str, type(None)  # bool is an int
 
 
@@ -38,6 +39,11 @@ class Settings:
         self._every, self._sizes = every, [len(home) for home in every]
 
     @classmethod
+    def of(cls, module: nn.Module) -> Settings:
+        """The modes and the numbers of a module and of those in it."""
+        return cls.joined([cls(module.modules(), "modes"), cls(module.modules())])
+
+    @classmethod
     def joined(cls, several: Iterable[Settings]) -> Settings:
         """Return the settings of all as one object, so that one pass finds out whether any has changed."""
         whole = cls(())
@@ -60,13 +66,25 @@ class Settings:
 
     @property
     def values(self) -> list[Any]:
-        """Return the values that were read, in the order of the modules."""
-        return list(self._values)
+        """Return the values that were read, in the order of the modules, as they may be saved."""
+        return [value for key, value in zip(self._keys, self._values, strict=True) if key != SETTING]
 
     def with_values(self, values: Sequence[Any]) -> Settings:
-        """The same attributes with these values instead of those that were read."""
-        other = copy.copy(self)
-        other._values = list(values)
+        """The same attributes with these values, as `values` has returned them, instead of those that were read.
+
+        The model that a segment belongs to is set as if all its modules had the segment's mode, except that it stays as
+        it is set where its modules differ and the segment's mode is the same.
+        """
+        other, given = copy.copy(self), iter(values)
+        pairs = zip(self._keys, self._values, strict=True)
+        other._values = [now if key == SETTING else next(given) for key, now in pairs]
+        places = enumerate(zip(self._homes, self._keys, strict=True))
+        modes = {id(home): n for n, (home, key) in places if key == "training"}
+        for n, (home, key) in enumerate(zip(self._homes, self._keys, strict=True)):
+            if key == SETTING:
+                mode, in_mode = other._values[modes[id(home)]], home["__in_mode__"]
+                if mode != self._values[modes[id(home)]] or self._values[n] in in_mode.values():
+                    other._values[n] = in_mode.get(mode, self._values[n])
         return other
 
     def put(self) -> None:
@@ -105,10 +123,10 @@ class Settings:
 
 def _is(which: str, key: str, value: Any) -> bool:
     if which == "modes" or key == "training":
-        return which == "modes" and key in ("training", "__setting__")
+        return which == "modes" and key in ("training", SETTING)
     if which == "all":
-        return key == "__setting__" or (not key.startswith("_") and (isinstance(value, _PLAIN) or callable(value)))
-    return type(value) is float or (isinstance(value, int) and value in (0, 1))
+        return key == SETTING or (not key.startswith("_") and (isinstance(value, _PLAIN) or callable(value)))
+    return key != SETTING and (type(value) is float or (isinstance(value, int) and value in (0, 1)))
 
 
 class Mirror:

@@ -33,8 +33,7 @@ class Recomputation(NamedTuple):
 
     stream: Tensor | None  # the state of the stage's random stream
     buffers: dict[str, Tensor]  # by name: those that F changed, as they were
-    modes: tuple[bool, ...]  # whether each module was training
-    numbers: Settings  # of the modules, as a dropout's probability
+    settings: Settings  # modes and numbers of the modules, as a dropout's probability
     versions: tuple[int, ...]  # of the input and target, as autograd counts changes in place
 
     def __call__(self, stage: Stage, flight: Flight) -> Value:
@@ -43,26 +42,12 @@ class Recomputation(NamedTuple):
             raise RuntimeError("its input or target was changed in place after the forward; change a clone")
         leaves = tuple(leaf.clone() for leaf in flight.leaves) if stage.learnt.clones_input else flight.leaves
         given = leaves if flight.tuple_input else leaves[0]
+        # casts of F in torch's cache have no graph, and B's weights may be others
         with (
             stage.random.at(self.stream), torch.enable_grad(), _swapped(stage.module, self.buffers),
-            self._set(stage.module, flight.autocast), self.numbers.restored(),
+            accelerators.under(flight.autocast), self.settings.restored(),
         ):  # fmt: skip
             return stage.compute(given, flight.target)
-
-    @contextmanager
-    def _set(self, module: nn.Module, autocast: accelerators.Autocast) -> Iterator[None]:
-        """Training mode of every module, and autocast, as they were."""
-        modules = list(module.modules())
-        found = [m.training for m in modules]
-        # casts of F in torch's cache have no graph, and B's weights may be others
-        with accelerators.under(autocast):
-            try:
-                for m, mode in zip(modules, self.modes, strict=True):
-                    m.training = mode
-                yield
-            finally:
-                for m, mode in zip(modules, found, strict=True):
-                    m.training = mode
 
 
 class Recompute:
@@ -74,7 +59,7 @@ class Recompute:
 
     def __init__(self) -> None:
         self.changes: Sequence[str] | None = None  # names of buffers; None: it is not known, they may all be
-        self.numbers: Settings | None = None  # of the module's modules, as they were at the last forward
+        self.settings: Settings | None = None  # of the module, as they were at the last forward
         self.graphless = False  # whether the forward gives the same bits without a graph; some kernels do not
 
     def forward(self, stage: Stage, flight: Flight, given: Value) -> Value:
@@ -82,10 +67,9 @@ class Recompute:
         module = stage.module
         names = [name for name, _ in module.named_buffers()] if self.changes is None else self.changes
         buffers = {name: module.get_buffer(name).detach().clone() for name in names}
-        modes = tuple([m.training for m in module.modules()])
-        if self.numbers is None or self.numbers.changed():
-            self.numbers = Settings(module.modules())
-        flight.again = Recomputation(stage.random.state, buffers, modes, self.numbers, versions(flight))
+        if self.settings is None or self.settings.changed():
+            self.settings = Settings.of(module)
+        flight.again = Recomputation(stage.random.state, buffers, self.settings, versions(flight))
         with torch.set_grad_enabled(not self.graphless):
             output = cut(stage.compute(given, flight.target))
         if stage.judges:

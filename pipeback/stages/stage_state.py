@@ -10,31 +10,24 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Mapping
-from itertools import count, takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pipeback.splitting.module_restore import Untouched, untouched
-from pipeback.stages import saved_graph, split_backward
-from pipeback.stages.flight import Flight, grown
+from pipeback.splitting.module_restore import untouched
+from pipeback.stages import flight_state, split_backward
 from pipeback.stages.module_settings import Settings
 from pipeback.stages.optimizer_counters import restore, saved
 from pipeback.stages.postponed import Postponed
-from pipeback.stages.recompute import Recomputation, versions
 from pipeback.stages.recomputed_functions import Afresh, as_it_was
 from pipeback.stages.stage import Stage
-from pipeback.stages.state_check import Corrupt, named, trained
+from pipeback.stages.state_check import named, trained
+from pipeback.stages.state_values import Plain, Tensors, load_value, put_all, save_value, to_home
 from pipeback.stages.versions import Due
-from pipeback.tensors import accelerators, copies
-from pipeback.tensors.batches import Structure
+from pipeback.tensors import copies
 from pipeback.tensors.checksum import checksum
 from pipeback.tensors.layout import put
-from pipeback.tensors.written_forms import read, written
-
-Tensors = dict[str, Tensor]
-Plain = dict[str, Any]
 
 
 def save(
@@ -55,12 +48,12 @@ def save(
         "method": {},
         "flights": {},
     }
-    _put(tensors, "weight", named(stage)["weight"], mine)
-    _put(tensors, "buffer", dict(stage.module.named_buffers()))
+    put_all(tensors, "weight", named(stage)["weight"], mine)
+    put_all(tensors, "buffer", dict(stage.module.named_buffers()))
     if stage.home.sparse is not None:
         plain["masks"] = [since for since, _ in stage.home.sparse.changes]
         for since, packed in stage.home.sparse.changes:
-            _put(tensors, f"mask/{since}", {str(n): index for n, index in enumerate(packed) if index is not None})
+            put_all(tensors, f"mask/{since}", {str(n): index for n, index in enumerate(packed) if index is not None})
     aliases: dict[int, str] = {}
     for n, w in enumerate(stage.weights):
         for key, value in stage.optimizer.state.get(w, {}).items():
@@ -70,7 +63,7 @@ def save(
             else:
                 plain["optimizer"].setdefault(str(n), {})[key] = value
     plain["counted"], found = saved(stage.optimizer, stage.label)
-    _put(tensors, "counted", found)
+    put_all(tensors, "counted", found)
     for key, value in stage.state.items():
         if isinstance(value, list):
             # what the method only reads of the optimizer (a velocity) is stored once, and found again by name
@@ -84,12 +77,12 @@ def save(
             plain["method"][key] = value
     sums = {str(n): g for n, g in enumerate(stage.grads()) if g is not None and stage.gradients.count}
     plain["grads"] = list(sums)
-    _put(tensors, "grad", sums, mine)
+    put_all(tensors, "grad", sums, mine)
     plain["options"] = None if stage.options is None else number(stage.options)
     if late := stage.gradients.split.waiting:
         plain["late"] = [_save_late(mb, rest, tensors, number, mine) for mb, rest in sorted(late.items())]
     for version, weights in stage.versions.kept.items():
-        _put(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)}, mine)
+        put_all(tensors, f"version/{version}", {str(n): w for n, w in enumerate(weights)}, mine)
     plain["versions"] = sorted(stage.versions.kept)
     plain["due"] = _save_due(stage.versions.due, tensors, mine)
     plain["seed"] = stage.random.seed
@@ -99,12 +92,13 @@ def save(
     plain["clones_input"] = stage.learnt.clones_input  # needed to build a graph anew
     if stage.random.state is not None:
         tensors["random"] = stage.random.state.clone()
+    plain["settings"] = None if stage.learnt.settings is None else stage.learnt.settings.values
     for mb, flight in stage.flights.items():
-        plain["flights"][str(mb)] = _save_flight(stage, mb, flight, tensors, number)
+        plain["flights"][str(mb)] = flight_state.save(stage, mb, flight, tensors, number)
         if flight.owned is not None:
-            _put(tensors, f"flight/{mb}/used", {str(n): w for n, w in enumerate(flight.owned)}, mine)
+            put_all(tensors, f"flight/{mb}/used", {str(n): w for n, w in enumerate(flight.owned)}, mine)
     plain["messages"] = [
-        [kind, mb, _save_value(tensors, f"message/{kind}/{mb}", value)] for (kind, _, mb), value in messages.items()
+        [kind, mb, save_value(tensors, f"message/{kind}/{mb}", value)] for (kind, _, mb), value in messages.items()
     ]
     return tensors, plain
 
@@ -114,7 +108,7 @@ def _save_late(
 ) -> list[Any]:
     """The gradients of a micro-batch that wait for W: its number, which weights have one, options, count."""
     there = {str(n): g for n, g in enumerate(rest.found or ()) if g is not None}
-    _put(tensors, f"late/{mb}", there, mine)
+    put_all(tensors, f"late/{mb}", there, mine)
     return [mb, list(there), number(rest.options), rest.number]
 
 
@@ -123,41 +117,8 @@ def _save_due(due: Due | None, tensors: Tensors, mine: Callable[[Tensor], Tensor
     if due is None:
         return None
     if due.owned is not None:
-        _put(tensors, f"flight/{due.mb}/used", {str(n): w for n, w in enumerate(due.owned)}, mine)
+        put_all(tensors, f"flight/{due.mb}/used", {str(n): w for n, w in enumerate(due.owned)}, mine)
     return [due.mb, due.version, int(due.owned is not None)]
-
-
-def _save_flight(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number: Callable[[Any], int]) -> Plain:
-    names: list[str] = []
-    again = row = x = None
-    if flight.row is not None:
-        row = flight.row.written()
-        _put(
-            tensors,
-            f"flight/{mb}/row",
-            {str(n): value for n, value in enumerate(flight.row.tensors(mb))},
-            Tensor.detach,
-        )
-    elif flight.again is None:
-        where = f"{stage.label}, micro-batch {mb}"
-        values, names = saved_graph.keep(grown(flight.output), _known(stage, flight.leaves, flight.target), where)
-        _put(tensors, f"flight/{mb}/saved", {str(n): value for n, value in enumerate(values)})
-    else:
-        again = _save_again(tensors, f"flight/{mb}", flight)
-    if flight.row is None:
-        x = flight.leaves if flight.tuple_input else flight.leaves[0]
-    return {
-        "row": row,
-        "x": _save_value(tensors, f"flight/{mb}/x", x),
-        "target": _save_value(tensors, f"flight/{mb}/target", flight.target),
-        "saved": names,
-        "again": again,
-        "autocast": accelerators.written(flight.autocast),
-        "version": flight.version,
-        "owned": flight.owned is not None,
-        "entry": flight.entry,
-        "options": number(flight.options),
-    }
 
 
 def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dict[int, Any]) -> None:
@@ -196,13 +157,14 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
             }
         )
         names = [f"grad/{n}" if str(n) in plain["grads"] else None for n in range(len(stage.params))]
-        sums = [None if name is None else _home(stage, tensors[name]) for name in names]
+        sums = [None if name is None else to_home(stage, tensors[name]) for name in names]
         stage.put_sums(sums)
         stage.gradients.count_anew(plain["count"])
         numbers = range(len(stage.weights))
-        stage.versions.put({v: [_home(stage, tensors[f"version/{v}/{n}"]) for n in numbers] for v in plain["versions"]})
+        kept = {v: [to_home(stage, tensors[f"version/{v}/{n}"]) for n in numbers] for v in plain["versions"]}
+        stage.versions.put(kept)
         if due := plain.get("due"):  # earlier states have none
-            owned = [_home(stage, tensors[f"flight/{due[0]}/used/{n}"]) for n in numbers] if due[2] else None
+            owned = [to_home(stage, tensors[f"flight/{due[0]}/used/{n}"]) for n in numbers] if due[2] else None
             stage.versions.hand_over(Due(due[0], due[1], owned))
         else:
             stage.versions.hand_over(None)
@@ -232,115 +194,19 @@ def load_flights(
     if stage.stack is not None:
         stage.stack.restart(stage)
     flights = sorted(((int(mb), p) for mb, p in plain["flights"].items()), key=lambda pair: pair[0])
-    around = untouched(stage.module)  # made once, since it looks at every attribute of every module
-    stage.put_flights({mb: _load_flight(stage, mb, p, tensors, options, around) for mb, p in flights})
+    # made once, since they look at every attribute of every module
+    around, now = untouched(stage.module), Settings.of(stage.module)
+    since = flight_state.settings_of(plain.get("settings"), now)  # earlier states have none
+    stage.learn(settings=now)
+    stage.put_flights({mb: flight_state.load(stage, mb, p, tensors, options, around, now, since) for mb, p in flights})
     for mb, there, which, number in plain.get("late", ()):
         names = [f"late/{mb}/{n}" if str(n) in there else None for n in range(len(stage.params))]
-        found = [None if name is None else _home(stage, tensors[name]) for name in names]
+        found = [None if name is None else to_home(stage, tensors[name]) for name in names]
         stage.gradients.split.wait(mb, Postponed(None, ((), ()), options[which], number, found))
     return {
-        (kind, stage.index, mb): _load_value(stage, tensors, f"message/{kind}/{mb}", shape)
+        (kind, stage.index, mb): load_value(stage, tensors, f"message/{kind}/{mb}", shape)
         for kind, mb, shape in plain["messages"]
     }
-
-
-def _load_flight(
-    stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any], around: Untouched
-) -> Flight:
-    if plain.get("row") is not None:
-        return _load_row(stage, mb, plain, tensors, options)
-    x = _load_value(stage, tensors, f"flight/{mb}/x", plain["x"])
-    target = _load_value(stage, tensors, f"flight/{mb}/target", plain["target"])
-    # a micro-batch in flight goes on as it began, whatever this pipeline does with later ones
-    again = plain.get("again")
-    # in earlier states only what is recomputed has it
-    autocast = accelerators.read((plain if "autocast" in plain else again or {}).get("autocast", ()))
-    if again is None:
-        with accelerators.under(autocast):
-            leaves, output, handles = saved_graph.rerun(stage, x, target, around)
-        prefix, away = f"flight/{mb}/saved/", stage.keeping is not None and stage.keeping.away
-        where, device = f"{stage.label}, micro-batch {mb}", torch.device("cpu") if away else stage.device
-        values = [copies.replica(value, device) for value in _numbered(tensors, prefix)]
-        known = _known(stage, leaves, target)
-        saved_graph.put_back(grown(output), known, values, plain["saved"], where, stage.device, handles)
-        flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
-    else:
-        flight = Flight(stage.enter(x)[0], None, target, plain["version"], isinstance(x, tuple))
-        _load_again(stage, tensors, f"flight/{mb}", again, flight)
-    flight.autocast = autocast
-    if stage.keeping is not None:
-        stage.keeping.adopt(flight)
-    if plain["owned"]:
-        used = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
-        stage.versions.own(flight, used)
-    stage.listen(flight)
-    flight.entry, flight.options = plain["entry"], options[plain["options"]]
-    return flight
-
-
-def _numbered(tensors: Mapping[str, Tensor], prefix: str) -> list[Tensor]:
-    """The tensors of a list, found by number: looking at all names would take quadratic time."""
-    return [tensors[name] for name in takewhile(tensors.__contains__, (f"{prefix}{n}" for n in count()))]
-
-
-def _load_row(stage: Stage, mb: int, plain: Plain, tensors: Mapping[str, Tensor], options: dict[int, Any]) -> Flight:
-    assert stage.stack is not None  # it was checked before
-    flight = Flight((), None, None, plain["version"], False)
-    prefix = f"flight/{mb}/row/"
-    values = _numbered(tensors, prefix)
-    flight.row = stage.stack.restore(stage, mb, plain["row"], values)
-    if plain["owned"]:
-        used = [_home(stage, tensors[f"flight/{mb}/used/{n}"]) for n in range(len(stage.weights))]
-        stage.versions.own(flight, used)
-    flight.entry, flight.options = plain["entry"], options[plain["options"]]
-    return flight
-
-
-def _save_again(tensors: Tensors, prefix: str, flight: Flight) -> Plain:
-    again = flight.again
-    assert again is not None
-    _put(tensors, f"{prefix}/buffer", again.buffers)
-    return {
-        "loss": _save_value(tensors, f"{prefix}/loss", flight.output),
-        "random": _save_value(tensors, f"{prefix}/random", again.stream),
-        "buffers": list(again.buffers),
-        "modes": [int(mode) for mode in again.modes],
-        "numbers": again.numbers.values,
-    }
-
-
-def _load_again(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, plain: Plain, flight: Flight) -> None:
-    if len(plain["modes"]) != sum(1 for _ in stage.module.modules()):
-        raise Corrupt(
-            f"{stage.label}: a micro-batch that was saved with activations='recompute' has to be recomputed, but "
-            f"the stage had {len(plain['modes'])} modules then; build the same model"
-        )
-    numbers = Settings(stage.module.modules())
-    if len(plain.get("numbers", ())) == len(numbers.values):  # earlier states have none
-        numbers = numbers.with_values(plain["numbers"])
-    flight.output = _load_value(stage, tensors, f"{prefix}/loss", plain["loss"])
-    flight.again = Recomputation(
-        None if plain["random"] != "tensor" else tensors[f"{prefix}/random/0"].to("cpu", copy=True),
-        {name: _to(stage, tensors[f"{prefix}/buffer/{name}"]) for name in plain["buffers"]},
-        tuple(map(bool, plain["modes"])),
-        numbers,
-        versions(flight),
-    )
-
-
-def _put(
-    tensors: Tensors, prefix: str, values: dict[str, Tensor], taken: Callable[[Tensor], Tensor] = copies.replica
-) -> None:
-    tensors.update({f"{prefix}/{name}": taken(value) for name, value in values.items()})
-
-
-def _to(stage: Stage, tensor: Tensor) -> Tensor:
-    return copies.replica(tensor, stage.device)
-
-
-def _home(stage: Stage, tensor: Tensor) -> Tensor:
-    """A copy of the tensor where the stage's weights live."""
-    return copies.replica(tensor, stage.weights[0].device)
 
 
 def _method_tensor(stage: Stage, name: str | None, tensors: Mapping[str, Tensor]) -> Tensor | None:
@@ -350,46 +216,4 @@ def _method_tensor(stage: Stage, name: str | None, tensors: Mapping[str, Tensor]
         _, n, key = name.split("/", 2)
         kept: Tensor = stage.optimizer.state[stage.weights[int(n)]][key]
         return kept
-    return _home(stage, tensors[name])
-
-
-def _known(stage: Stage, leaves: tuple[Tensor, ...], target: Any) -> set[int]:
-    """Memory that a graph may refer to without it being stored: weights, inputs and targets."""
-    known = copies.storages([*_memory(stage), *leaves, *copies.tensors_in(target)])
-    return stage.call.look(known) if isinstance(stage.call, Afresh) else known
-
-
-def _memory(stage: Stage) -> list[Tensor]:
-    """Tensors whose memory the graphs in flight refer to: the weights, and their place on the device."""
-    slot = stage.home.slot
-    return [*stage.module.parameters(), *([] if slot is None else [slot.flat.memory])]
-
-
-def _save_value(tensors: Tensors, prefix: str, value: Any) -> Any:
-    """Store a tensor or a tuple of tensors and Nones; returns its shape as JSON."""
-    if isinstance(value, Tensor):
-        tensors[f"{prefix}/0"] = copies.replica(value)
-        return "tensor"
-    if isinstance(value, tuple):
-        for n, part in enumerate(value):
-            if isinstance(part, Tensor):
-                tensors[f"{prefix}/{n}"] = copies.replica(part)
-        return ["tensor" if isinstance(part, Tensor) else _json(part, prefix) for part in value]
-    return _json(value, prefix)
-
-
-def _json(value: Any, where: str) -> Any:
-    if value is None or isinstance(value, (bool, int, float)):
-        return {"value": value}
-    if isinstance(value, Structure):
-        return written(value.form)
-    raise TypeError(f"{where}: a {type(value).__name__} cannot be saved; targets in flight must be tensors or numbers")
-
-
-def _load_value(stage: Stage, tensors: Mapping[str, Tensor], prefix: str, shape: Any) -> Any:
-    def part(n: int, kind: Any) -> Any:
-        if kind == "tensor":
-            return _to(stage, tensors[f"{prefix}/{n}"])
-        return Structure(read(kind)) if "structure" in kind else kind["value"]
-
-    return tuple(part(n, kind) for n, kind in enumerate(shape)) if isinstance(shape, list) else part(0, shape)
+    return to_home(stage, tensors[name])

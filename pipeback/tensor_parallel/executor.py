@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from pipeback.runtime.executor import SplitOperations
+from pipeback.runtime.executor import JoinedOperations, SplitOperations
 from pipeback.runtime.link import WireLink
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
@@ -26,6 +26,7 @@ class TensorExecutor:
     as_one = False  # each operation is a call
     by_group = False
     split: SplitOperations | None = None
+    joined: JoinedOperations | None = None
     whole = "several ranks compute it together"  # and both parts of a backward would exchange tensors
     undoes = False  # another rank of the group may have gone on
 

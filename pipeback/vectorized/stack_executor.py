@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
-from pipeback.runtime.executor import SplitOperations
+from pipeback.runtime.executor import JoinedOperations, SplitOperations
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.flushes import FlushSpan
@@ -31,6 +31,7 @@ class StackExecutor:
     undoes = False  # nothing puts the rows of a stack back
     as_one = True  # the operations of a wave are one call
     split: SplitOperations | None = None
+    joined: JoinedOperations | None = None
     whole = "stages of its worker run as one"
 
     def __init__(self, worker: Worker, *, stacks: Sequence[Stack]) -> None:

@@ -37,9 +37,14 @@ def test_a_killed_rank_is_named(crew, victim):
     named(reports, RANKS[victim], "process has ended", within=5)  # found long before the timeout
 
 
-@pytest.mark.parametrize("victim, found", [(0, "it holds the store"), (1, "has not answered")])
-def test_a_killed_rank_on_another_host_is_named(crew, victim, found):
-    named(crew.play("ring", signal.SIGKILL, victim=victim, apart=True), RANKS[victim], found)
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_killed_rank_on_another_host_is_named(crew, victim):
+    reports = crew.play("ring", signal.SIGKILL, victim=victim, apart=True)
+    named(reports, RANKS[victim])
+    # a busy survivor may first see that nothing was sent to it
+    found = ("it holds the store", "through which the ranks talk") if victim == 0 else ("has not answered",)
+    for error, _ in filter(None, reports):
+        assert any(words in str(error) for words in found), error
 
 
 @pytest.mark.parametrize("victim", [0, 1])

@@ -138,7 +138,7 @@ def test_each_worker_does_its_chunks_in_the_published_order(name, pushed):
         assert torch.equal(pipe.push(a, b), expected.push(a, b))
     pipe.wait()
     placement = pipe._engine.holding.placement()
-    placed = unwaited(Placed(programs[name](pushed), placement), placement)  # nobody waits for the first part
+    placed = unwaited(Placed(programs[name](pushed), placement))  # nobody waits for the first part
     for worker, track in enumerate(pipe.recorded.tracks):
         assert [(slot.stage, slot.op) for slot in track.slots] == list(placed.until(worker, 3 * pushed))
     assert torch.equal(everything(pipe), everything(expected))

@@ -10,11 +10,10 @@ from pipeback.planner.routines import routine
 from pipeback.planner.simulation import simulate
 from pipeback.schedules.ops import until
 from pipeback.schedules.placement import KINDS, Placed, place, unwaited
-from pipeback.schedules.programs import by_worker as in_parts
 from pipeback.schedules.programs import fill_drain, flowing, one_f_one_b
 from pipeback.schedules.split import late, splits, whole, zb_h1, zb_h2
 from pipeback.schedules.timeline import bubble, timeline
-from pipeback.schedules.worker_programs import interleaved, looped_bfs, zb_v
+from pipeback.schedules.worker_programs import as_stages, interleaved, looped_bfs, zb_v
 from tests.planner.test_simulation import drawn
 
 PROGRAMS = {"interleaved": interleaved, "looped_bfs": looped_bfs}
@@ -182,8 +181,8 @@ def test_nobody_waits_for_the_first_part(name, workers, m):
         split = Placed(zb_v(m), placement)
     else:
         placement = place("neighbours", workers, [worker for worker in range(workers) for _ in range(2)])
-        split = in_parts({"zb_h1": zb_h1, "zb_h2": zb_h2}[name](m), placement.owner)
-    found, stages = unwaited(split, placement), 2 * workers
+        split = Placed(as_stages({"zb_h1": zb_h1, "zb_h2": zb_h2}[name](m)), placement)
+    found, stages = unwaited(split), 2 * workers
     for s in range(stages):
         kinds = {op.kind for op in until(found(s, stages), 3 * m)}
         assert kinds == ({"F", "B", "U"} if s in placement.parts[0] else {"F", "I", "W", "U"})
@@ -201,4 +200,5 @@ def test_what_is_late_stays_split():
     placement = place("neighbours", 2, [0, 0, 1, 1])
     for schedule in (late(), one_f_one_b(4), fill_drain(3)):
         for s in range(4):
-            assert list(islice(unwaited(schedule, placement)(s, 4), 40)) == list(islice(schedule(s, 4), 40))
+            found = unwaited(Placed(as_stages(schedule), placement))(s, 4)
+            assert list(islice(found, 40)) == list(islice(schedule(s // 2, 2), 40))

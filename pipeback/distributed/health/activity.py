@@ -86,4 +86,4 @@ def _words(what: Any) -> str:
     kind, stage, mb = what
     names = {"F": "forward", "B": "backward", "U": "update"}
     names |= {"I": "gradient of the input", "W": "gradient of the weights"}
-    return f"the {names.get(kind, kind)} of stage {stage}, micro-batch {mb}"
+    return f"the {names.get(kind, kind)} of {'stage' if isinstance(stage, int) else 'stages'} {stage}, micro-batch {mb}"

@@ -98,17 +98,22 @@ class EagerTick:
             found = backward(*saved, *views, *gs())
             give("B", list(found[len(tensors.weights) :]))
             joint.add(tensors, step, [found[n] for n in tensors.trained])
-        elif isinstance(step, Step) and step.momentum and not step.late:
+        elif isinstance(step, Step) and step.momentum and (not step.late or self._undoes(step, room, drift)):
             factor = tensors.number(step.momentum)
             gxs = self._accumulate(*saved, *views, *gs(), step.momentum, factor, *tensors.velocities())
             give("B", list(gxs))
-            tensors.follow(step)
+            tensors.follow(step, fore=[fore[n] for n in tensors.trained] if step.late else ())
         else:
             found = backward(*saved, *views, *gs())
             give("B", list(found[len(tensors.weights) :]))
             tensors.move(step, [found[n] for n in tensors.trained], used=then and [then[n] for n in tensors.trained])
         drifted(drift, before, tensors.stepped, step.drift)
         room.put(f, sent[outputs:])
+
+    @staticmethod
+    def _undoes(step: Step, room: WaitingRoom, drift: Sequence[Tensor]) -> bool:
+        """Whether the step can be made without gradients: from w + c·v, on which F ran, and which is still there."""
+        return not step.back and not drift and room.fore is None and bool(step.undone)
 
     def _failed(self, what: str, tick: int, error: Exception) -> StageError:
         return StageError(f"{self.name(tick)}: the {what} failed: {error}", what)

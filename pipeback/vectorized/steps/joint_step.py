@@ -13,7 +13,7 @@ from torch import Tensor
 from pipeback.private import fused_sgd
 from pipeback.vectorized.steps.adam_rows import AdamStep
 from pipeback.vectorized.steps.row_tensors import RowTensors
-from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.sgd_rows import Step, in_one_pass
 
 Lists = tuple[list[Tensor], list[Tensor], list[Tensor]]  # weights, gradients and velocities
 
@@ -27,11 +27,8 @@ class JointStep:
 
     @staticmethod
     def fits(rows: RowTensors, step: Step | AdamStep) -> bool:
-        """Whether the weights can be part of the step: torch's own of momentum SGD, at one rate, and on the CPU, where
-        other steps take a pass per operation.
-        """
-        plain = isinstance(step, Step) and bool(step.momentum) and step.rate is not None
-        return plain and bool(rows.stepped) and all(w.is_cpu and w.dtype in _KINDS for w in rows.stepped)
+        """Whether the weights can be part of the step."""
+        return in_one_pass(step, rows.stepped, rows.velocities)
 
     def add(self, rows: RowTensors, step: Step, grads: Sequence[Tensor]) -> None:
         """Add the weights of these rows, which fit, with their gradients."""
@@ -52,6 +49,3 @@ class JointStep:
                 nesterov=False, maximize=False, is_first_step=False,
             )  # fmt: skip
         self._lists.clear()
-
-
-_KINDS = torch.float32, torch.float64  # torch's kernel for half types rounds otherwise than its single operations

@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from pipeback.private import fused_sgd
 from pipeback.vectorized.steps.adam_rows import FIRST, SECOND, STEP, AdamStep
 from pipeback.vectorized.steps.own_step import OwnStep
-from pipeback.vectorized.steps.sgd_rows import Step
+from pipeback.vectorized.steps.sgd_rows import Step, in_one_pass
 from pipeback.vectorized.steps.summed_step import SummedStep
 
 T = TypeVar("T")
@@ -39,6 +40,7 @@ class RowTensors:
         self._number: tuple[float, Tensor] | None = None
         self._gradients: list[Tensor] = []
         self._counts: Tensor | None = None
+        self._kernel = fused_sgd()
 
     def part(self, first: int, end: int) -> RowTensors:
         """Return some of the rows; their tensors are views of these."""
@@ -106,15 +108,32 @@ class RowTensors:
             found[n] = torch.addcmul(w, x, c, out=out)
         return found
 
-    def follow(self, step: Step, some: Sequence[int] | None = None) -> None:
+    def follow(self, step: Step, some: Sequence[int] | None = None, fore: Sequence[Tensor] = ()) -> None:
         """Finish a step whose gradients are already added to the velocities, but whose decay is not.
 
-        some: the numbers of the weights to step, among the trainable ones; None: all.
+        some: the numbers of the weights to step, among the trainable ones; None: all. fore: the weights on which this
+        tick's F ran, of a step that needs them (`Step.undone`).
         """
         velocities, weights = self._chosen(some, self.velocities()), self._chosen(some, self.stepped)
-        for v, w, decay in zip(velocities, weights, self._chosen(some, step.decays), strict=True):
+        decays = self._chosen(some, step.decays)
+        if in_one_pass(step, weights, lambda: velocities):
+            for decay in dict.fromkeys(decays):
+                mine = [n for n, other in enumerate(decays) if other == decay]
+                vs = [velocities[n] for n in mine]
+                # at a first step, torch's v becomes g + λ·w; here g is v
+                self._kernel(
+                    [weights[n] for n in mine], vs, vs, weight_decay=decay, momentum=step.momentum, lr=step.rate,
+                    dampening=0.0, nesterov=False, maximize=False, is_first_step=True,
+                )  # fmt: skip
+            return
+        for v, w, decay in zip(velocities, weights, decays, strict=True):
             if decay:
                 v.add_(w, alpha=decay)
+        if fore:
+            for w, ahead, (_, share) in zip(weights, fore, step.undone, strict=True):
+                w.lerp_(ahead, share)
+            torch._foreach_addcmul_(list(weights), list(velocities), [both for both, _ in step.undone])
+            return
         self._along(step, velocities, some)
 
     def _along(self, step: Step, directions: Sequence[Tensor], some: Sequence[int] | None) -> None:

@@ -5,7 +5,7 @@ g ← ∇f + λ·w        v ← m·v + g        w ← w − η·(a·v + b·g)   
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -52,6 +52,20 @@ class Step:
         late = [[-rate * b for rate, (_, b) in some] for some in self._spikes] if self.late else []
         return columns(late, self.like) if late else []
 
+    @cached_property
+    def undone(self) -> list[tuple[Tensor, Tensor]]:
+        """Per weight −η·(a + b), the factor of v in a step without g, and η·b·m/c, that of F's ŵ − w; empty if unsafe.
+
+        g = v' − m·v and ŵ = w + c·v give w' = w − η·(a·v' + b·g) = w − η·(a + b)·v' + (η·b·m/c)·(ŵ − w), for which no
+        g need be kept. ŵ − w has the rounding of w, which must not grow.
+        """
+        if not (self.late and self.ahead and self.momentum) or self.varies or not all(map(_for_kernel, self.like)):
+            return []
+        shares = [torch.where(b == 0, 0, -b * self.momentum / c) for b, c in zip(self.against, self.ahead, strict=True)]
+        if not all(bool((share.abs() <= 1).all()) for share in shares):
+            return []
+        return [(a + b, share) for a, b, share in zip(self.along, self.against, shares, strict=True)]
+
     def part(self, first: int, end: int) -> Step:
         """Return the step of some of the rows."""
         numbers, tensors = (
@@ -82,3 +96,24 @@ def settings(stage: Stage, options: Options) -> list[tuple[float, float]] | None
     ):
         return None
     return [(group["momentum"], group["weight_decay"]) for group in groups if group]
+
+
+def in_one_pass(step: Any, weights: Sequence[Tensor], velocities: Callable[[], Sequence[Tensor]]) -> bool:
+    """Whether torch's kernel of momentum SGD can make the step of these weights: at one rate, and on the CPU, where
+    other steps take a pass through memory per operation.
+
+    velocities: are asked for only where there are any. The kernel goes through memory in order, so that they must lie
+    there as the weights do.
+    """
+    if not isinstance(step, Step) or not step.momentum or step.rate is None or not weights:
+        return False
+    if not all(map(_for_kernel, weights)):
+        return False
+    return all(v.stride() == w.stride() for v, w in zip(velocities(), weights, strict=True))
+
+
+def _for_kernel(w: Tensor) -> bool:
+    return w.is_cpu and w.dtype in _KINDS
+
+
+_KINDS = torch.float32, torch.float64  # torch's kernel for half types rounds otherwise than its single operations

@@ -94,9 +94,10 @@ def _transposed(part: Any, before: Any, matrix: Any) -> Any:
     if _transposes(matrix):
         return matrix.args[0]
     with part.inserting_before(before):
-        if before.target is aten.t.default:
-            return part.call_function(aten.t.default, (matrix,))
-        return part.call_function(aten.transpose.int, (matrix, 1, 2))
+        flat = before.target is aten.t.default
+        turned = part.call_function(before.target, (matrix,) if flat else (matrix, 1, 2))
+    turned.meta = {"val": matrix.meta["val"].mT}  # its shape tells later whether a product is one of columns with rows
+    return turned
 
 
 def _undone(node: Any) -> fx.Node | None:

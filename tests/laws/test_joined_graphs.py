@@ -1,0 +1,211 @@
+"""Law: within a whole flush, stages of one worker make one graph of a micro-batch, and no bit changes."""
+
+import pytest
+import torch
+from torch import nn
+
+import pipeback
+from tests.laws.cases import everything
+
+FLUSHING = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "looped_bfs", "zb_v")
+WIDTH = 6
+
+
+class InPlace(nn.Module):
+    """Changes its input in place."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return self.linear(x.mul_(1.5).tanh_())
+
+
+class Two(nn.Module):
+    """Gives what it was given, and something new."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return x, self.linear(x).tanh()
+
+
+class Odd(nn.Module):
+    """Its output, and so the gradient that it hands on, is laid otherwise than its input."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        return (self.linear(x).t().contiguous() * x.t().exp()).t()
+
+
+class Join(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, both):
+        x, y = both
+        return self.linear(x) + x * y
+
+
+def frozen(module):
+    return module.requires_grad_(False)
+
+
+def model():
+    torch.manual_seed(3)
+    return nn.Sequential(
+        frozen(nn.Linear(WIDTH, WIDTH)),
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Dropout(0.3)),
+        InPlace(),
+        nn.Tanh(),
+        Odd(),
+        Two(),
+        Join(),
+        frozen(nn.Linear(WIDTH, WIDTH)),
+        nn.Sequential(nn.LayerNorm(WIDTH), nn.Dropout(0.2), nn.Linear(WIDTH, WIDTH)),
+        InPlace(),
+        nn.Linear(WIDTH, WIDTH),
+        nn.Linear(WIDTH, WIDTH),
+    ).double()
+
+
+def pipeline(method, net=None, **options):
+    return pipeback.Pipeline(
+        model() if net is None else net,
+        loss=nn.functional.mse_loss,
+        optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
+        method=method,
+        **{"micro_batch_size": 4, **options},
+    )
+
+
+def data(pushes, micro_batches=5):
+    torch.manual_seed(1)
+    return [torch.randn(2, 4 * micro_batches, WIDTH, dtype=torch.float64).unbind() for _ in range(pushes)]
+
+
+def trained(method, batches, **options):
+    torch.manual_seed(7)
+    pipe = pipeline(method, **options)
+    losses = torch.stack([pipe.push(x.clone(), y).clone() for x, y in batches])
+    result = losses, everything(pipe), [(r.stage, r.kind, r.mb, r.version) for r in pipe.ledger]
+    pipe.close()
+    return result
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.parametrize(
+    "options", [{}, {"clip_norm": 0.1}, {"micro_batch_size": pipeback.MicroBatches(4, weights="samples")}]
+)
+@pytest.mark.parametrize("name", FLUSHING)
+def test_workers_equal_the_event_loop(name, options):
+    batches = data(3)
+    if "micro_batch_size" in options:
+        batches[1] = batches[1][0][:18], batches[1][1][:18]
+    losses, weights, ledger = trained("gpipe", batches, **options)
+    for workers in (2, 3):
+        found = trained(name, batches, workers=workers, **options)
+        assert torch.equal(found[0], losses) and torch.equal(found[1], weights), workers
+        assert sorted(found[2]) == sorted(ledger)
+
+
+class Probe(nn.Module):
+    """Notes whether its input is where a graph begins."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH).double()
+        self.begins = []
+
+    def forward(self, x):
+        self.begins.append(x.is_leaf)
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("name", FLUSHING)
+def test_only_the_first_stage_of_a_part_begins_a_graph(name):
+    """Unless somebody listens to a stage, which then runs alone; stages of a split backward run alone, too."""
+    probes = [Probe() for _ in range(8)]
+    pipe = pipeline(name, nn.Sequential(*probes), workers=2)
+    ((x, y),) = data(1)
+
+    def begin():
+        for probe in probes:
+            probe.begins.clear()
+        pipe.push(x, y)
+        pipe.wait()
+        return [set(probe.begins) for probe in probes]
+
+    heads = {0, 2, 4, 6} if pipe.method.chunks == 2 else {0, 4}
+    alone = {"zb_h1": {4, 5, 6, 7}, "zb_h2": {4, 5, 6, 7}, "zb_v": set(range(2, 8))}.get(name, set())
+    begin()
+    assert begin() == [{s in heads | alone} for s in range(8)]
+    probes[1].linear.register_forward_hook(lambda *_: None)
+    assert begin() == [{s in heads | alone | {1, 2}} for s in range(8)]
+    pipe.close()
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, g):
+        raise ArithmeticError("no gradient")
+
+
+class Broken(nn.Module):
+    """Fails at its n-th micro-batch."""
+
+    def __init__(self, what, n):
+        super().__init__()
+        self.linear, self.what, self.left = nn.Linear(WIDTH, WIDTH).double(), what, n
+
+    def forward(self, x):
+        self.left -= 1
+        y = self.linear(x)
+        if self.left or not self.training:
+            return y
+        if self.what == "forward":
+            raise ArithmeticError("no output")
+        if self.what == "function":
+            return Fails.apply(y)
+        if self.what == "hook":
+            y.register_hook(lambda g: g[:, 7])
+            return y
+        return y * float("nan")
+
+
+@pytest.mark.parametrize("at", [1, 2, 5, 6])
+@pytest.mark.parametrize(
+    ("what", "told"),
+    [
+        ("forward", "micro-batch {}: the forward failed: no output"),
+        ("function", "micro-batch {}: the backward failed: no gradient"),
+        ("hook", "micro-batch {}: the backward failed: index 7 is out of bounds"),
+        ("value", "micro-batch {}: the output is not finite"),
+    ],
+)
+@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved"])
+def test_an_error_names_its_stage(name, what, told, at):
+    net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH).double() for _ in range(8)])
+    net[at] = Broken(what, 10**6)
+    pipe = pipeline(name, net, workers=2, debug=pipeback.Debug(check_finite=True))
+    batches = data(2)
+    pipe.push(*batches[0])
+    pipe.wait()
+    net[at].left = 3  # the third micro-batch of the next flush
+    if what == "value":  # the last worker alone sees the loss, and what its own stages have computed
+        at = next(s for s in ((2, 3, 6, 7) if name == "interleaved" else (4, 5, 6, 7)) if s >= at)
+    with pytest.raises(pipeback.StageError, match=rf"stage {at} \({at}\), " + told.format(7)):
+        pipe.push(*batches[1])
+        pipe.wait()
+    pipe.close()
