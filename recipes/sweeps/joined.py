@@ -33,7 +33,7 @@ def joined(sweeps: Mapping[str, Results]) -> Results:
         for sweep in sweeps.values()
         for row in sweep.rows
     ]
-    command = " && ".join(dict.fromkeys(sweep.command for sweep in sweeps.values()))
+    command = "; ".join(dict.fromkeys(sweep.command for sweep in sweeps.values()))
     return Results(command, found.experiment, facts, notes, rows)
 
 

@@ -176,7 +176,7 @@ def test_sweeps_of_two_commits_are_joined_and_each_run_keeps_its_commit(file, tm
     assert [row.commit for row in found.rows] == ["abc1234"] * 13 + ["def5678"] * 2
     assert str([row._replace(commit="") for row in found.rows]) == str(ROWS + more)
     assert found.facts["commit"] == "abc1234 and def5678" and found.facts["machine"] == FACTS["machine"]
-    assert found.command == f"{SWEEP.command} && pipeback sweep seed=2" and found.notes[-1] == joined.SEVERAL
+    assert found.command == f"{SWEEP.command}; pipeback sweep seed=2" and found.notes[-1] == joined.SEVERAL
     (sheet,) = summary.sheets(found)
     rows = {cells[0]: dict(zip(sheet.head, cells, strict=True)) for cells in sheet.rows}
     assert rows["pb"]["slow-down"] == "4.00 (2.00 to 5.00)" and rows["pb"]["seeds"] == "3"
