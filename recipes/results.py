@@ -4,9 +4,11 @@
     pipeback results delay_lm                           # every method at its best rate
     pipeback results delay_lm out=delay_lm.png          # losses, slow-downs, and how much depends on the rate
     pipeback results outputs/sweep/delay_lm out=tables.md,picture.svg
+    pipeback results delay_lm_texts outputs/sweep/more out=all.csv    # sweeps of one experiment, joined
 
 Results are a name, a results.csv of `pipeback sweep`, its folder, or a file of `pipeback bench stability`. out= names
-files that end in .md or in an ending of pictures (.png, .svg, .pdf); several are separated by commas.
+files that end in .md, in .csv (of sweeps), or in an ending of pictures (.png, .svg, .pdf); several are separated by
+commas.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from pipeback.recipes.reports.sheet import Sheet, markdown, terminal
 from pipeback.recipes.stability import limits
 from pipeback.recipes.stability.limits import Limits
 from pipeback.recipes.sweeps import summary, table
+from pipeback.recipes.sweeps.joined import joined
 from pipeback.recipes.sweeps.table import Results
 
 if TYPE_CHECKING:
@@ -35,9 +38,9 @@ if TYPE_CHECKING:
 
 
 class Asked(NamedTuple):
-    """sweep: as it was named; None: a list of all. out: files to write."""
+    """sweeps: as they were named; without any, a list of all. out: files to write."""
 
-    sweep: str | None
+    sweeps: list[str]
     out: list[str]
 
 
@@ -52,13 +55,11 @@ def parsed(arguments: Sequence[str]) -> Asked:
             raise ValueError(f"{word!r} is not an option; write out=FILE, for example out=results.png")
         else:
             sweeps.append(word)
-    if len(sweeps) > 1:
-        raise ValueError(f"{' '.join(sweeps)}: it shows one sweep; name one of them")
     if out and not sweeps:
         raise ValueError(f"out={','.join(out)}: of which sweep? `pipeback results` lists those that came with pipeback")
     for file in out:
-        picturable(file, (".md",))
-    return Asked(sweeps[0] if sweeps else None, out)
+        picturable(file, (".md", ".csv"))
+    return Asked(sweeps, out)
 
 
 def found(name: str) -> Results | Limits:
@@ -72,6 +73,19 @@ def found(name: str) -> Results | Limits:
     near = get_close_matches(name, measured.names(), n=1)
     hint = f"did you mean {near[0]!r}?" if near else "`pipeback results` lists the names"
     raise ValueError(f"{name!r} is neither a results.csv of `pipeback sweep`, nor its folder, nor a known name; {hint}")
+
+
+def together(names: Sequence[str]) -> Results | Limits:
+    """What was named, as one. Raises ValueError for what cannot be joined."""
+    read = {name: found(name) for name in names}
+    for name, results in read.items():
+        if isinstance(results, Limits):
+            if len(names) > 1:
+                raise ValueError(f"{name} is no sweep; name it alone")
+            return results
+        if not results.rows:
+            raise ValueError(f"{name}: no run of it has ended yet")
+    return joined({name: results for name, results in read.items() if isinstance(results, Results)})
 
 
 def _read(text: str, name: str) -> Results | Limits:
@@ -102,16 +116,16 @@ def figure(results: Results | Limits) -> Figure:
 
 
 def show(asked: Asked, console: Console) -> None:
-    if asked.sweep is None:
+    if not asked.sweeps:
         for name in measured.names():
             results = _read(measured.text(name), name)
             told = f"{_counted(results)}, {results.facts.get('date', '')}"
             console.print(f"[bold]{name}[/bold]  {told}", highlight=False)
             console.print(f"    {results.command}", style="dim", highlight=False, markup=False, soft_wrap=True)
         return
-    results = found(asked.sweep)
-    if not results.rows:
-        raise ValueError(f"{asked.sweep}: no run of it has ended yet")
+    results = together(asked.sweeps)
+    if isinstance(results, Limits) and (csv := [file for file in asked.out if file.endswith(".csv")]):
+        raise ValueError(f"out={csv[0]}: only sweeps are written as .csv; write .md or a picture")
     for sheet in sheets(results):
         console.print(terminal(sheet))
         console.print(sheet.notes + "\n", style="dim", highlight=False, markup=False)
@@ -120,6 +134,8 @@ def show(asked: Asked, console: Console) -> None:
     for file in map(Path, asked.out):
         if file.suffix == ".md":
             file.write_text(text(results), "utf-8")
+        elif file.suffix == ".csv" and isinstance(results, Results):
+            table.save(file, results)
         else:
             figure(results).savefig(file)
         console.print(f"written: {file}", highlight=False, markup=False, soft_wrap=True)

@@ -2,7 +2,7 @@
 
     basis   L ← β_s·L + (1 − β_s)·G·Gᵀ,  R ← β_s·R + (1 − β_s)·Gᵀ·G;  U, V: eigenvectors of L and R at the updates 1 and
             `refresh`, then Q ← qr(L·Q).Q every `refresh` updates
-            g̃ = Uᵀ·G·V,  m̃ = Uᵀ·m·V,  v ← β₂·v + (1 − β₂)·g̃², begun anew with the second bases
+            g̃ = Uᵀ·G·V,  m̃ = Uᵀ·m·V,  v ← β₂·v + (1 − β₂)·g̃², with `anew` from 0 at the second bases
     over    c = 1 / max(1, v̂/mean(v̂))  where D > 0, else 1      sharp directions are left to stages with short delays
     spike   p = β₁^D·m̃̂ + (1 − β₁^D)·g̃                            what is late does not wait for momentum as well
     rate    η_s = κ·η / (1 + D)^p
@@ -54,6 +54,7 @@ class EigenDelay(Method):
     decay: float = 0.99
     refresh: int = 10
     sides: Literal[0, 1, 2] = 2
+    anew: bool = True
     largest: int = 1024
     over: bool = True
     spike: bool = True
@@ -171,7 +172,7 @@ class EigenDelay(Method):
             moment, some = _matrix(entry["exp_avg"], rows), _chosen(renewed, rows)
             mean[some] = rotated(moment[some], *(None if basis is None else basis[some] for basis in bases))
         squares = _matrix(entry["exp_avg_sq"], rows)
-        if begun := [r for r in renewed if counts[r] == self.refresh]:
+        if begun := [r for r in renewed if self.anew and counts[r] == self.refresh]:
             squares[_chosen(begun, rows)] = 0
         squares.mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
         if not w.is_contiguous():
@@ -205,7 +206,7 @@ class EigenDelay(Method):
 
     def _since(self, t: float) -> float:
         """Of how many updates the second moment is."""
-        return t if t < self.refresh else t - self.refresh + 1
+        return t - self.refresh + 1 if self.anew and t >= self.refresh else t
 
     def _renewed(self, n: int, state: State, counts: Sequence[float], rows: int) -> list[int]:
         """Renew the bases of matrix n in those rows whose number of updates asks for it; return these rows."""

@@ -15,7 +15,7 @@ from pipeback.recipes.reports.metric import Metric, number, spread
 from pipeback.recipes.reports.sheet import Sheet
 from pipeback.recipes.sweeps.curves import SMOOTHED
 from pipeback.recipes.sweeps.jobs import RATE
-from pipeback.recipes.sweeps.table import BATCHES, Results, Row, caption
+from pipeback.recipes.sweeps.table import BATCHES, Results, Row, caption, reference_of
 
 
 class Tried(NamedTuple):
@@ -128,8 +128,7 @@ def _slow(values: Sequence[float]) -> str:
 
 def _notes(found: Results, setting: Setting) -> str:
     """What the columns are."""
-    about = next((note for note in found.notes if "slow_down" in note), "")
-    reference = about.partition("over those of ")[2].partition(" at its best rate")[0] or "sgd"
+    reference = reference_of(found)
     by_method = {tried.method: ", ".join(sorted(filter(None, tried.rates), key=float)) for tried in setting.tried}
     rates = set(by_method.values())
     if len(rates) > 1:  # each method has its own

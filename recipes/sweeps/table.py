@@ -6,7 +6,7 @@
     # what the columns are
     method,OPTIONS…,seed,state,updates,MEASURES…,train_loss,slow_down,held_out_slow_down,@50,@75,…
 
-@N is the smoothed training loss after N updates (`curves`).
+@N is the smoothed training loss after N updates (`curves`). Where sweeps were `joined`, each line has its commit.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, short
 
 POINTS = (50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 5000, 8000, 12000, 20000, 50000, 100000)
 FILE = "results.csv"  # in the folder of a sweep
-FIXED = ("method", "seed", "state", "updates", "train_loss", "slow_down", "held_out_slow_down")
+FIXED = ("method", "seed", "state", "commit", "updates", "train_loss", "slow_down", "held_out_slow_down")
 DIGITS = 5  # of a measured number
 
 
 class Row(NamedTuple):
-    """A run, as a line of the file has it."""
+    """A run, as a line of the file has it. commit: its own, where runs of several commits stand in one file."""
 
     method: str
     options: dict[str, str]
@@ -44,6 +44,7 @@ class Row(NamedTuple):
     slow_down: float
     held_out_slow_down: float
     points: dict[int, float]
+    commit: str = ""
 
 
 class Results(NamedTuple):
@@ -154,11 +155,13 @@ def save(file: Path, found: Results) -> None:
     for line in (found.command, *_told(found)):
         text.write(f"# {line}\n")
     lines = csv.writer(text, lineterminator="\n")
-    names = "method", *keys, "seed", "state", "updates", *measures, "train_loss", "slow_down", "held_out_slow_down"
+    of = ["commit"] if any(row.commit for row in found.rows) else []
+    names = "method", *keys, "seed", "state", *of, "updates", *measures, "train_loss", "slow_down", "held_out_slow_down"
     lines.writerow([*names, *(f"@{at}" for at in points)])
     for row in found.rows:
         lines.writerow([
-            row.method, *(row.options.get(key, "") for key in keys), row.seed, row.state, row.updates,
+            row.method, *(row.options.get(key, "") for key in keys), row.seed, row.state, *(row.commit for _ in of),
+            row.updates,
             *(_number(row.measures.get(name)) for name in measures), _number(row.train_loss), _number(row.slow_down, 4),
             _number(row.held_out_slow_down, 4),
             *(_number(row.points.get(at), 4) for at in points),
@@ -226,8 +229,14 @@ def _row(line: dict[str, str]) -> Row:
     loss, slow, held = (float(line[name] or "nan") for name in ("train_loss", "slow_down", "held_out_slow_down"))
     return Row(
         line["method"], options, int(line["seed"]), line["state"], int(line["updates"]), measures, loss, slow, held,
-        points,
+        points, line.get("commit") or "",
     )  # fmt: skip
+
+
+def reference_of(found: Results) -> str:
+    """What the slow-downs of a file are related to."""
+    about = next((note for note in found.notes if "slow_down" in note), "")
+    return about.partition("over those of ")[2].partition(" at its best rate")[0] or "sgd"
 
 
 def caption(options: Mapping[str, str]) -> str:

@@ -21,6 +21,7 @@ class EigenDelay(Recurrence):
         decay: float = 0.99,
         refresh: int = 10,
         sides: int = 2,
+        anew: bool = True,
         largest: int = 1024,
         over: bool = True,
         spike: bool = True,
@@ -31,6 +32,7 @@ class EigenDelay(Recurrence):
         super().__init__(*args, **kwargs)
         self.scale, self.power, self.beta, self.refresh, self.sides = scale, power, decay, refresh, sides
         self.largest, self.over, self.spike, self.predict, self.stash = largest, over, spike, predict, stash
+        self.anew = anew
         self.bases: dict[tuple[int, int], list[list[Array]]] = {}  # of (stage, tensor): L and R, and their eigenvectors
         self.shifts: dict[tuple[int, int], list[Array]] = {}  # of (stage, version), by tensor
 
@@ -66,7 +68,7 @@ class EigenDelay(Recurrence):
         turn = lambda x: x if left is None else left.T @ x  # noqa: E731
         turned = [turn(x) if right is None else turn(x) @ right for x in (g, m)]
         q, since = now.q[p], t
-        if any(has) and t >= self.refresh:
+        if any(has) and self.anew and t >= self.refresh:
             q, since = (0 * q if t == self.refresh else q), t - self.refresh + 1
         q = b2 * q + (1 - b2) * turned[0] ** 2
         hat, mean = q / (1 - b2**since), turned[1] / (1 - b1**t)

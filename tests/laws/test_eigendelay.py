@@ -34,6 +34,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "stash": {"stash": True, "refresh": 4},
     "stash without prediction": {"stash": True, "predict": False},
     "one side": {"sides": 1, "refresh": 5, "decay": 0.9},
+    "second moment kept": {"anew": False, "refresh": 4},
     "no basis": {"sides": 0},
     "too large": {"largest": 3},
     "without c": {"over": False, "slack": 1},

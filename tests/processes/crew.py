@@ -64,6 +64,13 @@ class Crew:
         """The next call makes a new process group: this one is broken."""
         self.size = 0
 
+    def anew(self) -> None:
+        """The next call begins with other processes: some of these are dead, or wait for those."""
+        for member in self.members:
+            member.kill()
+            member.join()
+        self.again()
+
     def start(
         self, function: Callable[..., Any], *arguments: Any, each: Sequence[Any] | None = None, **named: Any
     ) -> None:
@@ -87,11 +94,17 @@ class Crew:
         self, function: Callable[..., Any], *arguments: Any, each: Sequence[Any] | None = None, **named: Any
     ) -> list[Any]:
         """Results by rank; raises where a rank did."""
-        self.start(function, *arguments, each=each, **named)
-        found = self.results()
+        try:
+            self.start(function, *arguments, each=each, **named)
+            found = self.results()
+        except BaseException:
+            self.anew()
+            raise
         raised = [(rank, result) for rank, result in enumerate(found) if isinstance(result, BaseException)]
         if raised:
             self.again()
+            if function is _join:
+                self.anew()
             told = (f"rank {rank}: {result!r}\n{''.join(getattr(result, '__notes__', []))}" for rank, result in raised)
             raise Failed("\n".join(told))
         return found

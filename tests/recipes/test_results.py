@@ -9,7 +9,7 @@ pytest.importorskip("hydra")
 pytest.importorskip("matplotlib")
 
 from pipeback.recipes import measured, results
-from pipeback.recipes.sweeps import pictures, summary, table
+from pipeback.recipes.sweeps import joined, pictures, summary, table
 from pipeback.recipes.sweeps.table import Results, Row
 from tests.recipes.cli import pipeback
 
@@ -147,7 +147,7 @@ def test_the_page_is_generated_from_the_file(name):
     [
         (["nowhere"], "'nowhere' is neither a results.csv of `pipeback sweep`, nor its folder, nor a known"),
         (["{name}x"], "did you mean '{name}'?"),
-        (["a", "b"], "a b: it shows one sweep; name one of them"),
+        (["a", "b"], "'a' is neither a results.csv"),
         (["out=a.png"], "out=a.png: of which sweep? `pipeback results` lists those that came with pipeback"),
         (["{name}", "out=a.doc"], "out=a.doc must end in one of .md"),
         (["{name}", "outt=a.png"], "'outt=a.png' is not an option; write out=FILE, for example out=results.png"),
@@ -164,3 +164,48 @@ def test_a_mistake_gives_one_line(arguments, message, tmp_path):
     done = pipeback("results", *(word.format(name=name) for word in arguments), cwd=tmp_path)
     assert done.returncode == 1 and message.format(name=name) in done.stderr, done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
+
+
+def test_sweeps_of_two_commits_are_joined_and_each_run_keeps_its_commit(file, tmp_path):
+    more = [row("sgd", "0.1", 2, 2.6), row("pb", "0.1", 2, 3.4, 5.0)]
+    facts = {**FACTS, "date": "2026-01-03", "commit": "def5678"}
+    table.save(tmp_path / "more.csv", SWEEP._replace(command="pipeback sweep seed=2", facts=facts, rows=more))
+    done = pipeback("results", file, "more.csv", "out=all.csv,all.md", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    found = table.load(tmp_path / "all.csv")
+    assert [row.commit for row in found.rows] == ["abc1234"] * 13 + ["def5678"] * 2
+    assert str([row._replace(commit="") for row in found.rows]) == str(ROWS + more)
+    assert found.facts["commit"] == "abc1234 and def5678" and found.facts["machine"] == FACTS["machine"]
+    assert found.command == f"{SWEEP.command}; pipeback sweep seed=2" and found.notes[-1] == joined.SEVERAL
+    (sheet,) = summary.sheets(found)
+    rows = {cells[0]: dict(zip(sheet.head, cells, strict=True)) for cells in sheet.rows}
+    assert rows["pb"]["slow-down"] == "4.00 (2.00 to 5.00)" and rows["pb"]["seeds"] == "3"
+    assert "on 2026-01-02 and 2026-01-03 at commit abc1234 and def5678" in (tmp_path / "all.md").read_text("utf-8")
+    again = joined.joined({"all": found, "third": SWEEP._replace(rows=[row("pb", "0.1", 3, 3.0, 3.0)])})
+    assert again.facts["commit"] == "abc1234 and def5678" and again.notes.count(joined.SEVERAL) == 1
+    assert [row.commit for row in again.rows] == [*(row.commit for row in found.rows), "abc1234"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"experiment": "mnist"}, "first is of digits, second of mnist; one alone"),
+        ({"rows": [row("pb", "0.1", 7, 3.0, model_width=3)]}, "first varies optimizer.lr, second varies model.width"),
+        ({"notes": table.notes("pb")}, "over those of sgd in first, of pb in second; give one reference="),
+        ({"rows": [row("pb", "0.1", 1, 3.0)]}, "first and second both have the run pb lr 0.1 seed 1; leave it out"),
+        (
+            {"rows": [row("sgd", "0.2", 7, 2.0)]},
+            r"best rate of sgd is 0.1 in first and 0.2 in second.*rates=\{sgd:\[0.1\]\}",
+        ),
+    ],
+)
+def test_sweeps_that_cannot_be_compared_are_not_joined(change, message):
+    with pytest.raises(ValueError, match=message):
+        joined.joined({"first": SWEEP, "second": SWEEP._replace(**{"rows": [row("pb", "0.1", 7, 3.0)], **change})})
+
+
+def test_what_is_no_sweep_is_not_joined(file, tmp_path):
+    done = pipeback("results", file, "stability", cwd=tmp_path)
+    assert done.returncode == 1 and "stability is no sweep; name it alone" in done.stderr
+    done = pipeback("results", "stability", "out=all.csv", cwd=tmp_path)
+    assert done.returncode == 1 and "out=all.csv: only sweeps are written as .csv" in done.stderr
