@@ -5,12 +5,14 @@ rounding, and hold and move what the plan says.
 import pytest
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
+import pipeback
 from pipeback.plan.forecast import fills
 from pipeback.streaming.store import HostStore
 from tests.helpers.choice import mostly_rare
 from tests.laws.as_one import S, doubles, model, same, trained
-from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed, pipeline, weights
+from tests.laws.cases import CASES, OPTIMIZERS, SENSITIVE, STEADY, allowed, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 # all but those that do their micro-batches in flushes or groups
@@ -56,6 +58,23 @@ def test_every_method_with_every_room(case, ahead):
 )  # fmt: skip
 def test_every_optimizer(case, optimizer):
     agree(case, 5, optimizer)
+
+
+@pytest.mark.parametrize("case", SENSITIVE)
+def test_steps_in_bases(case):
+    """Of gradients whose covariances have full rank, since the last bits choose the basis of a null space."""
+    found = []
+    for on in (False, True):
+        pipe = pipeback.Pipeline(
+            model(), loss=mse_loss, optimizer=lambda params: torch.optim.AdamW(params, lr=0.01, eps=0.01),
+            method=CASES[case](S), micro_batch_size=16, store=store(5), vectorize=on,
+        )  # fmt: skip
+        losses = [pipe.push(x, y) for x, y in doubles(50, samples=16)]
+        flying = weights(pipe)
+        pipe.drain()
+        found.append([torch.stack([loss.double() for loss in losses]), flying, weights(pipe)])
+    same(*reversed(found))
+    assert any(told.startswith("as one") for told in pipe.vectorized.values())
 
 
 @pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"compile": {"backend": "aot_eager"}}], ids=str)

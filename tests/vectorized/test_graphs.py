@@ -59,3 +59,19 @@ def test_a_mask_is_made_once(size, made):
     (first, drawn), (second, other) = again(x), again(x)
     assert torch.equal(first, graph(x)[0]) and torch.equal(first, second)
     assert not torch.equal(drawn, other)  # what is drawn is no constant
+
+
+def test_what_adds_in_place_stays_without_users():
+    def added(total, x):
+        total.add_(x)
+        return x + 1
+
+    graph = make_fx(added)(torch.zeros(3), torch.ones(3))
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and node.target is torch.ops.aten.add_.Tensor:
+            node.op, node.target = "call_method", "add_"
+    graph.recompile()
+    total = torch.zeros(3)
+    for _ in range(2):
+        direct(graph.forward)(total, torch.ones(3))
+    assert torch.equal(total, torch.full((3,), 2.0))

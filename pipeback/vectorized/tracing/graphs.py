@@ -105,7 +105,9 @@ def _hold_constants(graph: Any) -> None:
                 held = graph.graph.get_attr(f"constant_{n}")
             held.meta = node.meta
             node.replace_all_uses_with(held)
-    graph.graph.eliminate_dead_code()
+    for node in reversed(made):  # not all dead code: what adds to sums in place has no users
+        if not node.users:
+            graph.graph.erase_node(node)
 
 
 def for_compiler(graphs: Graphs) -> Graphs:
