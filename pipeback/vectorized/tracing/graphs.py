@@ -45,14 +45,6 @@ ADDED = {aten.bmm.default: "baddbmm_", aten.mm.default: "addmm_"}  # what adds a
 VIEWS = {aten.view.default: "reshape", aten.reshape.default: "reshape", aten.expand.default: "expand"}
 
 
-# operations that give the same tensor at every call, if nothing that they are given changes
-FIXED = frozenset({
-    aten.ones.default, aten.zeros.default, aten.full.default, aten.scalar_tensor.default, aten.arange.default,
-    aten.arange.start, aten.tril.default, aten.triu.default, aten.where.self, aten.logical_not.default,
-})  # fmt: skip
-KEPT = 2**20  # bytes of such a tensor beyond which it is made at every call
-
-
 class Graphs(NamedTuple):
     """The forward (F) and the backward (B) of n equal modules as graphs, whose tensors have the n rows as dimension 0.
 
@@ -81,7 +73,6 @@ def direct(forward: Graph) -> Graph:
     if whole is None:  # a function around a graph
         return forward
     graph: Any = copy.deepcopy(whole)
-    _hold_constants(graph)
     for node in graph.graph.nodes:
         if node.op == "call_function" and node.target in VIEWS:
             node.op, node.target = "call_method", VIEWS[node.target]
@@ -89,25 +80,6 @@ def direct(forward: Graph) -> Graph:
             node.target = BINDINGS.get(node.target, node.target)
     graph.recompile()
     return cast(Graph, graph.forward)
-
-
-def _hold_constants(graph: Any) -> None:
-    """Make tensors that are the same at every call, such as the mask of causal attention, once."""
-    made: dict[Any, Tensor] = {}
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target in FIXED and all(n in made for n in node.all_input_nodes):
-            args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), made.__getitem__)
-            made[node] = node.target(*args, **kwargs)
-    for n, (node, value) in enumerate(made.items()):
-        if value.nbytes <= KEPT and not all(user in made and made[user].nbytes <= KEPT for user in node.users):
-            graph.register_buffer(f"constant_{n}", value)
-            with graph.graph.inserting_before(node):
-                held = graph.graph.get_attr(f"constant_{n}")
-            held.meta = node.meta
-            node.replace_all_uses_with(held)
-    for node in reversed(made):  # not all dead code: what adds to sums in place has no users
-        if not node.users:
-            graph.graph.erase_node(node)
 
 
 def for_compiler(graphs: Graphs) -> Graphs:
