@@ -12,7 +12,8 @@ from pipeback.plan.forecast import fills
 from pipeback.streaming.store import HostStore
 from tests.helpers.choice import mostly_rare
 from tests.laws.as_one import S, doubles, model, same, trained
-from tests.laws.cases import CASES, OPTIMIZERS, SENSITIVE, STEADY, allowed, pipeline, weights
+from tests.laws.cases import CASES, OPTIMIZERS, SENSITIVE, STEADY, allowed, data, pipeline, weights
+from tests.laws.test_memory import tensors_alive
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 # all but those that do their micro-batches in flushes or groups
@@ -140,6 +141,32 @@ def test_weights_are_on_the_device_only_while_they_are_needed():
     assert not any(stage.home.slot.flat.here for stage in stages)
     assert not any(stage.home.slot.flat.memory.untyped_storage().nbytes() for stage in stages)
     assert pipe.traffic().peak_bytes <= 4 * max(stage.home.slot.nbytes for stage in stages)
+
+
+@pytest.mark.parametrize("case", ["pb", "pipedream", "cerebras", "msnag-stash"])
+def test_the_collector_agrees_with_the_declaration(case):
+    """Of a quiet pipeline, which has no weights on the device: the store's copies, states, sums and activations."""
+
+    def build():
+        torch.manual_seed(0)
+        return nn.Sequential(*(nn.Linear(48, 48) for _ in range(S)))  # weights dominate activations
+
+    def bytes_held(**options):
+        before = tensors_alive()
+        pipe = pipeline(build(), CASES[case](S), **options)
+        for x, y in data(40, samples=1, width=48):
+            pipe.push(x, y)
+        del x, y
+        pipe.wait()
+        return pipe, pipe.memory(), tensors_alive() - before
+
+    pipe, memory, found = bytes_held(store=store(5), vectorize=True)
+    assert sum(name.startswith("stages") for name in pipe.vectorized) > 1
+    stages = pipe._engine.stages
+    copies = sum(stage.copies() * stage.bytes() for stage in stages)
+    sums = sum(g.nbytes for stage in stages for g in stage.grads() if g is not None)
+    declared = copies + memory.weights + int(memory.state * memory.weights) + memory.beside + sums
+    assert declared <= found <= declared + memory.activations + 64 * 1024 // 8, (declared, found, memory)
 
 
 # -- states ------------------------------------------------------------------------------------------------------------
