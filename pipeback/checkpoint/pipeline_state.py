@@ -17,7 +17,8 @@ from torch import Tensor
 
 from pipeback.counts import counted
 from pipeback.methods.base import PLACES, Method
-from pipeback.runtime.loop import Loop, Messages, check_progress, merge_progress
+from pipeback.runtime.loop import Loop, Messages
+from pipeback.runtime.loop_progress import check_progress, merge_progress
 from pipeback.stages import stage_state, state_check
 from pipeback.stages.joint_optimizer import Options, plain_groups, restored
 from pipeback.stages.stage import Stage
