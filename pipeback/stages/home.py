@@ -120,7 +120,7 @@ class Repetition(Protocol):
     def __call__(self, stage: Any, flight: Any) -> Any: ...
 
 
-class Joined(Protocol):
+class JoinedMemory(Protocol):
     """The memory in which the weights of several stages lie one after the other (`joined_homes`)."""
 
     rows: list[Tensor]
@@ -179,7 +179,7 @@ class Home:
         self.places = _places(module)  # the parameters: who has them, by which name, and at which address
         self.flat: FlatBuffer | None = None  # the weights in a store, outside the device
         self.slot: DeviceSlot | None = None  # their place on the device, if they are only there when needed
-        self.joined: Joined | None = None  # the memory of which both are parts, with those of other stages
+        self.joined: JoinedMemory | None = None  # the memory of which both are parts, with those of other stages
         self.sparse: Survivors | None = None  # which of the weights survive
         self.share: WeightShare | None = None  # what this rank's store keeps of the weights, if others keep the rest
         self.shards: WeightShards | None = None  # this rank's shards, if other ranks compute the stage with it
@@ -197,7 +197,7 @@ class Home:
         """Move to a store: `flat` holds the values of the weights, which are used at `slot`."""
         self.flat, self.slot = flat, slot
 
-    def join(self, joined: Joined, flat: FlatBuffer) -> None:
+    def join(self, joined: JoinedMemory, flat: FlatBuffer) -> None:
         """Move to a part of memory of the same store that holds the weights of other stages, too."""
         self.joined, self.flat = joined, flat
 
