@@ -18,7 +18,7 @@ REPLAYED: dict[str, Revert] = {
     ),
     "a worker does not tell its rates": revert("runtime/link", (" | told << _OPTIONS", "")),
     "all names are looked at for each micro-batch": revert(
-        "stages/stage_state",
+        "stages/flight_state",
         (
             'tensors[name] for name in takewhile(tensors.__contains__, (f"{prefix}{n}" for n in count()))]',
             'tensors[f"{prefix}{n}"] for n in range(sum(name.startswith(prefix) for name in tensors))]',
