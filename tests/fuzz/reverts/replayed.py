@@ -12,7 +12,9 @@ REPLAYED: dict[str, Revert] = {
     "a worker does not tell when it was drained": Revert(
         {
             "runtime/link": (("data | (start % 251) << _START | told << _OPTIONS", "data | told << _OPTIONS"),),
-            "runtime/loop": (('if (part["fresh"], part["start"]) != (whole["fresh"], whole["start"]):', "if False:"),),
+            "runtime/loop_progress": (
+                ('if (part["fresh"], part["start"]) != (whole["fresh"], whole["start"]):', "if False:"),
+            ),
         },
         {},
     ),

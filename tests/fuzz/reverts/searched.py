@@ -270,7 +270,10 @@ SEARCHED: dict[str, Revert] = {
         call="reopen",
     ),
     "a place that cannot be is looked for": revert(
-        "runtime/loop", ("if not least <= fetched <= least + updated:", "if False:"), method="pb-2", call="damaged"
+        "runtime/loop_progress",
+        ("if not least <= fetched <= least + updated:", "if False:"),
+        method="pb-2",
+        call="damaged",
     ),
     "words of options are not looked at": revert(
         "pipeline/option_checks",
