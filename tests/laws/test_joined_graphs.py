@@ -87,6 +87,13 @@ def pipeline(method, net=None, **options):
     )
 
 
+def evenly_placed(pipe):
+    """A pipeline of 8 stages and 2 workers whose parts have as many stages, whatever these take here and now."""
+    parts = [s * 2 * pipe.method.chunks // 8 for s in range(8)]
+    pipe._engine.holding.placement = lambda seconds=None: place(pipe.method.placement, 2, parts)
+    return pipe
+
+
 def data(pushes, micro_batches=5):
     torch.manual_seed(1)
     return [torch.randn(2, 4 * micro_batches, WIDTH, dtype=torch.float64).unbind() for _ in range(pushes)]
@@ -134,7 +141,7 @@ class Probe(nn.Module):
 def test_only_the_first_stage_of_a_part_begins_a_graph(name):
     """Unless somebody listens to a stage, which then runs alone; stages of a split backward run alone, too."""
     probes = [Probe() for _ in range(8)]
-    pipe = pipeline(name, nn.Sequential(*probes), workers=2)
+    pipe = evenly_placed(pipeline(name, nn.Sequential(*probes), workers=2))
     ((x, y),) = data(1)
 
     def begin():
@@ -199,9 +206,7 @@ class Broken(nn.Module):
 def test_an_error_names_its_stage(name, what, told, at):
     net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH).double() for _ in range(8)])
     net[at] = Broken(what, 10**6)
-    pipe = pipeline(name, net, workers=2, debug=pipeback.Debug(check_finite=True))
-    parts = [s // 2 if name == "interleaved" else s // 4 for s in range(8)]  # whatever the stages take here and now
-    pipe._engine.holding.placement = lambda seconds=None: place(pipe.method.placement, 2, parts)
+    pipe = evenly_placed(pipeline(name, net, workers=2, debug=pipeback.Debug(check_finite=True)))
     batches = data(2)
     pipe.push(*batches[0])
     pipe.wait()
