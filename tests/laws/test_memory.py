@@ -1,13 +1,10 @@
 """Law: weight copies and method state, counted while running, are what the method declares; nothing grows."""
 
-import gc
-
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 
-from pipeback.tensors.structures import UNSEEN
+from tests.helpers.live_tensors import tensors_alive
 from tests.laws.cases import CASES, STAGES, data, network, pipeline, usual
 
 
@@ -26,17 +23,6 @@ def test_copies_and_state_are_as_declared(case):
     assert found.copies == declared
     numbers = [(method.state_numbers(w.shape), w.numel()) for stage in pipe._engine.stages for w in stage.weights]
     assert found.state == sum(kept for kept, _ in numbers) / sum(own for _, own in numbers)
-
-
-def tensors_alive():
-    """The bytes of tensors, by asking the garbage collector: nobody's bookkeeping. Those of traces have no memory."""
-    gc.collect()
-    found = {}
-    for thing in gc.get_objects():
-        kind = type(thing)
-        if issubclass(kind, torch.Tensor) and kind is not FakeTensor and thing is not UNSEEN and not thing.is_meta:
-            found[thing.untyped_storage().data_ptr()] = thing.untyped_storage().nbytes()
-    return sum(found.values())
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,9 @@ import pipeback
 from pipeback.plan.forecast import fills
 from pipeback.streaming.store import HostStore
 from tests.helpers.choice import mostly_rare
+from tests.helpers.live_tensors import tensors_alive
 from tests.laws.as_one import S, doubles, model, same, trained
 from tests.laws.cases import CASES, OPTIMIZERS, SENSITIVE, STEADY, allowed, data, pipeline, weights
-from tests.laws.test_memory import tensors_alive
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 # all but those that do their micro-batches in flushes or groups

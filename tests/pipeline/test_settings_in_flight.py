@@ -6,6 +6,7 @@ from torch import nn
 
 import pipeback
 from tests.laws.cases import data, everything, pipeline
+from tests.pipeline.test_train_modes import Followed
 
 STAGES, AT = 5, 9
 
@@ -20,17 +21,6 @@ class Branch(nn.Module):
     def forward(self, x):
         h = torch.tanh(self.layer(x))
         return self.drop(h) + h * 2 if self.training else torch.sigmoid(h)
-
-
-class Followed(nn.Module):
-    def __init__(self, layers):
-        super().__init__()
-        self.layers = nn.ModuleList(layers)
-
-    def forward(self, x):
-        for layer in self.layers:
-            x = layer(x) + 0.1 * x
-        return x
 
 
 def built(form, seed, method="pb", **options):
