@@ -2,8 +2,8 @@
 
 Autograd adds to `.grad` of the user's parameters. Users clear these by habit (`model.zero_grad()` before each
 batch), and a backward of their own adds to them. So the sums lie in `.grad` only during a backward (B) of the stage.
-Where B runs in a thread of our own, the user may clear them even then; in that case autograd returns the gradients and
-we add them here.
+Where B runs in a thread of our own, the user may clear them even then; in that case autograd returns the gradients of
+the first micro-batch, and those of others are added here before they get to `.grad` (intercepted.py).
 """
 
 from __future__ import annotations
@@ -15,14 +15,19 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.private import gradient_hooks, identity, run_backward
+from pipeback.stages.intercepted import Intercepts, able, taking
 from pipeback.stages.postponed import SplitBackward
 
 
 class GradientSums(NamedTuple):
-    """The gradient sums of one update, and the number of micro-batches (or samples) in them."""
+    """The gradient sums of one update, and the number of micro-batches (or samples) in them.
+
+    owned: whether each may be changed, since nobody else has it.
+    """
 
     grads: Sequence[Tensor | None]
     number: float
+    owned: Sequence[bool] = ()
 
 
 def sparse_rows(module: nn.Module, params: Sequence[Tensor]) -> list[int]:
@@ -47,6 +52,8 @@ class Gradients:
         self._made: list[Tensor | None] = [None] * len(params)  # sums that were made here, and may be changed
         self.count = 0.0  # micro-batches (or samples) that they are summed of
         self._shown = False
+        self._intercepts: Intercepts | None = None
+        self._checked = False  # that these fit, since the last update
         self.split = SplitBackward()  # those that are still to come
 
     def lend(self) -> None:
@@ -91,12 +98,15 @@ class Gradients:
             self.hide()
         values, self.values = self.values, [None] * len(self.params)
         self._made = [None] * len(self.params)
+        self._checked = False
         return values
 
     def sums(self) -> GradientSums:
         """Return all sums and the number of micro-batches that they are of, and begin new ones."""
         count, self.count = self.count, 0.0
-        return GradientSums(self.take(), count)
+        made, shows = self._made, self.shows
+        values = self.take()
+        return GradientSums(values, count, [not shows and g is m for g, m in zip(values, made, strict=True)])
 
     def count_more(self, number: float) -> None:
         """Note that the sums are of so many more micro-batches, or samples."""
@@ -134,14 +144,40 @@ class Gradients:
         for n, (total, new) in enumerate(zip(self.values, found, strict=True)):
             if total is None or new is None:
                 self.values[n] = new if total is None else total
-            elif total is self._made[n] and total.layout is new.layout is torch.strided and total.dtype == new.dtype:
-                if sums is None or more is None:
-                    total.add_(new)
-                else:
-                    sums.append(total)
-                    more.append(new)
+            elif sums is not None and more is not None and self._grows(n, new):
+                sums.append(total)
+                more.append(new)
             else:
-                self.values[n] = self._made[n] = _sum(total, new)
+                self._add(n, new)
+
+    def _add(self, n: int, new: Tensor) -> None:
+        """Add a gradient of one weight."""
+        if (total := self.values[n]) is None:
+            self.values[n] = torch.empty_like(self.params[n], dtype=new.dtype, requires_grad=False).copy_(new)
+        elif self._grows(n, new):
+            total.add_(new)
+        else:
+            self.values[n] = self._made[n] = _sum(total, new)
+
+    def _grows(self, n: int, new: Tensor) -> bool:
+        """Whether a gradient may be added to the sum in place."""
+        total = self.values[n]
+        if total is None or total is not self._made[n]:
+            return False
+        return total.layout is new.layout is torch.strided and total.dtype == new.dtype
+
+    def intercepts(self) -> Intercepts | None:
+        """What adds gradients to sums that are there already, before they get to `.grad`; None if that cannot be."""
+        if not self.count or self.shows:
+            return None
+        if not self._checked:
+            self._checked = True
+            if self._intercepts is not None and not self._intercepts.fit(self.params):
+                self._intercepts.remove()
+                self._intercepts = None
+            if self._intercepts is None and able(self.params):
+                self._intercepts = Intercepts(self.params, self._add)
+        return self._intercepts
 
     def packed(self) -> Tensor:
         """Return what replicas add up as one vector: all gradients, flags of the weights that have one, the count."""
@@ -206,6 +242,12 @@ def _handed_over(
     inputs = [t for t in (*leaves, *params) if t.requires_grad]
     if not roots or not inputs:
         return
+    if (hooks := intercepts(every)) is not None:
+        with taking(hooks):
+            run_backward(
+                tuple(roots), tuple(seeds), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=True
+            )
+        return
     found = run_backward(
         tuple(roots), tuple(seeds), False, False, tuple(inputs), allow_unreachable=True, accumulate_grad=False
     )
@@ -224,6 +266,13 @@ def _handed_over(
         each.show()
     if sums:
         torch._foreach_add_(sums, more)
+
+
+def intercepts(every: Iterable[Gradients]) -> list[Intercepts] | None:
+    """What adds gradients to the sums of all of these; None if one of them cannot have it."""
+    some = [each.intercepts() for each in every]
+    there = [one for one in some if one is not None]
+    return there if len(there) == len(some) else None
 
 
 def identities(tensors: Iterable[Tensor]) -> set[int]:
@@ -321,11 +370,13 @@ def averaged(
     other ranks hold the rest of it. Returns also whether the gradient was clipped, as a 0-d tensor; None without a
     limit.
     """
-    grads, count = sums
+    grads, count, owned = sums
     if masters is not None:
+        owned = ()
         grads = [None if g is None else g.to(w.dtype) for w, g in zip(masters, grads, strict=True)]
     if count != 1:
-        grads = [None if g is None else g / count for g in grads]
+        pairs = zip(grads, owned or [False] * len(grads), strict=True)
+        grads = [None if g is None else g.div_(count) if mine else g / count for g, mine in pairs]
     if norm is None and value is None:
         return grads, None
     return clipped(grads, norm, value, whole(grads) if whole is not None and norm is not None and grads else None)

@@ -23,6 +23,7 @@ from pipeback.private import gradient_hooks, run_backward
 from pipeback.stages.flight import Flight, Value
 from pipeback.stages.gradients import Gradients, differentiate, identities, own
 from pipeback.stages.graph_cuts import Cuts, cut_again
+from pipeback.stages.intercepted import taking
 from pipeback.stages.postponed import Postponed, SplitBackward, WeightPass
 
 
@@ -47,6 +48,7 @@ def of_input(stage: Any, mb: int, grad: Value, number: float = 1.0) -> Value:
             differentiate(roots, seeds, flight.leaves, [apart])
             split.wait(mb, Postponed(None, ((), ()), flight.options, number, apart.values))
             return flight.upstream()
+        finish(stage)  # its gradients come after those that wait
         differentiate(roots, seeds, flight.leaves, [stage.gradients])
         stage.gradients.count_more(number - 1)
         return stage.end_backward(flight)
@@ -118,6 +120,11 @@ def _parts(
 def _finish(parts: Sequence[WeightPass], gradients: Gradients) -> None:
     """Add the gradients of a micro-batch; in a thread of our own, where the user may clear `.grad`, by hand."""
     if gradients.threaded and not any(gradient_hooks(p) for p in gradients.params):
+        if (hooks := gradients.intercepts()) is not None:
+            with taking([hooks]):
+                for part in parts:
+                    _run(part, accumulate=True)
+            return
         grads: dict[int, Tensor] = {}
         for part in parts:
             seen = identities(part.seeds)

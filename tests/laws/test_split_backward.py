@@ -305,3 +305,32 @@ def test_graphs_of_several_forms():
         for a, b in zip(one.gradients.values, other.gradients.values, strict=True):
             assert (a is None and b is None) or torch.equal(a, b)
         assert len(other.gradients.split.forms.known) == min(i + 1, 3)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_gradients_are_added_in_order(late):
+    """Where a backward that is not split comes while earlier ones wait for their W, and their sums are of many terms."""
+    torch.manual_seed(0)
+    one, other = (
+        Stage(1, 3, Alternating(), "it", methods.create("gpipe"), lambda p: torch.optim.SGD(p, 0.1)) for _ in range(2)
+    )
+    other.module.load_state_dict(one.module.state_dict())
+    other.gradients.split.begin(late)
+    x, gradients = torch.randn(9, 4, 8), torch.randn(9, 4, 8)
+    for stage in (one, other):
+        for i in range(9):
+            stage.forward(i, x[i])
+    for i in range(9):
+        one.backward(i, gradients[i])
+    whole = 0
+    for i in range(9):
+        split_backward.of_input(other, i, gradients[i])
+        whole += bool(other.gradients.split.why)
+        if i >= 2:
+            split_backward.of_weights(other, i - 2)
+    for i in (7, 8):
+        split_backward.of_weights(other, i)
+    assert whole == 3
+    for a, b in zip(one.gradients.values, other.gradients.values, strict=True):
+        assert torch.equal(a, b)
+    assert one.gradients.count == other.gradients.count == 9
