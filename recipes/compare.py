@@ -55,24 +55,25 @@ def plan(config: Mapping[str, Any], words: list[str]) -> list[Run]:
         raise ValueError("methods=[] compares nothing; write methods=all, or name some: methods=[sgd,pb]")
     data = build.data(config["data"], config["batch_size"], config["seed"])
     every = FEW if config["quick"] and config["methods"] is None else ALL
-    asked, labels = None if config["methods"] == "all" else config["methods"], []
+    asked = None if config["methods"] == "all" else config["methods"]
+    first: dict[str, str] = {}  # the configurations of the first seed, by label
     for label in map(entry, asked or every):
         values = composed(words, label, config["seed"])
+        written = as_yaml(values)
         try:
             task_of(values, data, trainer_of({**values, "logger": {}, "callbacks": {}})[0])
         except ValueError as error:
             if asked is None and label != "sgd":  # sgd runs with any optimizer, so its error is an error of the config
                 continue
             raise ValueError(str(error) if label in str(error) else f"{label}: {error}") from error
-        labels.append(label)
+        first[label] = written
     # longest first would use two processes best, but readers wait for sgd and pb, and seeds belong together
-    seeds = range(config["seed"], config["seed"] + config["seeds"])
-    out = Path(config["out"])
-    return [
-        place(label, seed, out / f"{label}-seed{seed}", text(words, label, seed), config["again"])
-        for seed in seeds
-        for label in labels
-    ]
+    out, runs = Path(config["out"]), []
+    for seed in range(config["seed"], config["seed"] + config["seeds"]):
+        for label in first:
+            written = first[label] if seed == config["seed"] else text(words, label, seed)
+            runs.append(place(label, seed, out / f"{label}-seed{seed}", written, config["again"]))
+    return runs
 
 
 def composed(words: list[str], label: str, seed: int) -> dict[str, Any]:
