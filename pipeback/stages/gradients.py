@@ -253,12 +253,10 @@ def _handed_over(
     )
     # one tensor may be the gradient of several leaves, where autograd would have made a copy
     seen = identities(seeds)
-    grads: dict[int, Tensor | None] = {}
-    for leaf, g in zip(inputs, found, strict=True):
-        grads[id(leaf)] = None if g is None else own(leaf, g.detach(), seen)
+    grads = {id(leaf): own(leaf, g, seen) for leaf, g in zip(inputs, found, strict=True) if g is not None}
     for leaf in leaves:
         if leaf.requires_grad:
-            leaf.grad = grads[id(leaf)]
+            leaf.grad = grads.get(id(leaf))
     sums: list[Tensor] = []
     more: list[Tensor] = []
     for each in every:
@@ -283,20 +281,18 @@ def identities(tensors: Iterable[Tensor]) -> set[int]:
 def own(leaf: Tensor, gradient: Tensor, seen: set[int]) -> Tensor:
     """Return the gradient as autograd would put it into `.grad`: with the leaf's strides, in memory of its own."""
     if gradient.layout is not torch.strided:
-        return gradient
+        return gradient.detach()
     storage = identity(gradient)
-    if storage in seen or not _alike(gradient, leaf):
+    if storage in seen or not (gradient.stride() == leaf.stride() or _alike(gradient, leaf)):
         gradient = torch.empty_like(leaf, dtype=gradient.dtype, requires_grad=False).copy_(gradient)
         storage = identity(gradient)
     seen.add(storage)
-    return gradient
+    return gradient.detach() if gradient.requires_grad else gradient
 
 
 def _alike(gradient: Tensor, leaf: Tensor) -> bool:
     """Whether they have the same strides, where these say anything."""
-    if (mine := gradient.stride()) == (wanted := leaf.stride()):
-        return True
-    return not any(a != b and n > 1 for a, b, n in zip(mine, wanted, leaf.shape, strict=True))
+    return not any(a != b and n > 1 for a, b, n in zip(gradient.stride(), leaf.stride(), leaf.shape, strict=True))
 
 
 def dense(gradient: Tensor) -> Tensor:

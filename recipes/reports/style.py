@@ -24,7 +24,7 @@ COLOURS = {
     "sgd": "#000000", "pb": "#8C8C8C",
     "sc": "#E69F00", "lwp": "#56B4E9", "lwp_w": "#0072B2", "cerebras": "#D55E00", "lwp_w_sc": "#009E73",
     "pipedream": "#0072B2", "spectrain": "#CC79A7", "pipemare": "#B8860B",
-    "gpipe": "#0072B2", "one_f_one_b": "#E69F00", "pipedream_2bw": "#009E73", "zb_h1": "#CC79A7", "zb_h2": "#56B4E9",
+    "gpipe": "#009E73", "one_f_one_b": "#E69F00", "pipedream_2bw": "#0072B2", "zb_h1": "#CC79A7", "zb_h2": "#56B4E9",
     "pipeoptim": "#56B4E9", "xpipe": "#0072B2", "msnag": "#009E73", "ef": "#D55E00",
     "gap_aware": "#0072B2", "dc_asgd": "#56B4E9", "dc_asgd_a": "#CC79A7", "braking": "#E69F00",
     "staleness_lr": "#B8860B", "eigendelay": "#D55E00",
