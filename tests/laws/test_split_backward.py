@@ -309,7 +309,7 @@ def test_graphs_of_several_forms():
 
 @pytest.mark.parametrize("late", [False, True])
 def test_gradients_are_added_in_order(late):
-    """Where a backward that is not split comes while earlier ones wait for their W, and their sums are of many terms."""
+    """Where a backward that is not split comes while earlier ones wait for their W."""
     torch.manual_seed(0)
     one, other = (
         Stage(1, 3, Alternating(), "it", methods.create("gpipe"), lambda p: torch.optim.SGD(p, 0.1)) for _ in range(2)

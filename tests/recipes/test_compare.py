@@ -133,7 +133,7 @@ def test_nothing_that_a_run_wrote_is_deleted_and_finished_runs_are_taken_over(mo
                         ["sgd-seed0-3", "pb-seed0"]]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
 def test_a_signal_ends_every_process_and_says_how_to_go_on(number, tmp_path):
     words = ["methods=[sgd,pb]", "data.samples=900", "epochs=500", "jobs=2", "out=here"]
     code = "from pipeback.recipes import compare; compare.main()"
