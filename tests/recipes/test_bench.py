@@ -27,6 +27,7 @@ from pipeback.recipes.benches import (
     pushes,
     research,
     scaling,
+    streamed_as_one,
     turns,
     under_lightning,
     vectorized,
@@ -242,6 +243,20 @@ def test_what_is_compared_under_lightning_trains_turn_by_turn():
     under_lightning.train("pb", False, (seen.append(None) for _ in range(2)))
     assert len(seen) == 2
     assert len(under_lightning.rows()) == 4
+
+
+def test_stages_of_a_store_run_as_one_or_one_by_one(capsys):
+    streamed_as_one.main(1, [vectorized.Case("tiny", Linear, 6, (1, 8), 4)], ahead=[3])
+    head, _, *rows = cells(capsys.readouterr().out)
+    assert head == ["tiny", "ms/micro-batch", "of resident"]
+    assert [row[0] for row in rows][:3] == [
+        "`pb`, resident",
+        "`pb`, host, `prefetch=3`",
+        "`pb`, host, `prefetch=3`, as one",
+    ]
+    assert (
+        len(rows) == 6 and all(float(row[1]) > 0 for row in rows) and rows[0][2] == rows[3][2] == "1.00 (1.00 … 1.00)"
+    )
 
 
 def test_a_tree_that_is_none(tmp_path):
