@@ -28,7 +28,8 @@ SEARCHED: dict[str, Revert] = {
             "            self._shown = True\n        elif False:\n            for p",
         ),
         (
-            "        self.hide()\n        values, self.values = self.values, [None] * len(self.params)\n",
+            "        if self._shown:\n            self.hide()\n"
+            "        values, self.values = self.values, [None] * len(self.params)\n",
             "        values, self.values = [p.grad for p in self.params], [None] * len(self.params)\n"
             "        for p in self.params:\n            p.grad = None\n",
         ),
