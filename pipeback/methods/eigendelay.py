@@ -2,7 +2,8 @@
 
     basis   L ← β_s·L + (1 − β_s)·G·Gᵀ,  R ← β_s·R + (1 − β_s)·Gᵀ·G;  U, V: eigenvectors of L and R at the updates 1 and
             `refresh`, then Q ← qr(L·Q).Q every `refresh` updates
-            g̃ = Uᵀ·G·V,  m̃ = Uᵀ·m·V,  v ← β₂·v + (1 − β₂)·g̃², with `anew` from 0 at the second bases
+            g̃ = Uᵀ·G·V,  m̃ = Uᵀ·m·V,  v ← β₂·v + (1 − β₂)·g̃²
+    turn    v ← (U′ᵀ·U)²·v·(Vᵀ·V′)², squares by entry, when the second bases U′, V′ follow the first ones
     over    c = 1 / max(1, v̂/mean(v̂))  where D > 0, else 1      sharp directions are left to stages with short delays
     spike   p = β₁^D·m̃̂ + (1 − β₁^D)·g̃                            what is late does not wait for momentum as well
     rate    η_s = κ·η / (1 + D)^p
@@ -11,7 +12,10 @@
     B       on w_t, or with `stash` on what F used
 
 G is the gradient of a weight matrix, or of a kernel taken as one, m the first moment as torch keeps it, and hats
-correct the bias; v is kept in the basis, in torch's `exp_avg_sq`. Vectors, and sides longer than `largest`, have no
+correct the bias; v is kept in the basis, in torch's `exp_avg_sq`. The turn gives what the second moments of the new
+coordinates are if those of the old ones are not correlated; `second_moment` names others: "bounded" begins v anew with
+max(g̃², m̃̂²), "anew" with g̃² alone, which bounds no step where that one gradient is nearly 0 and m is not, and "kept"
+leaves v as it is. Vectors, and sides longer than `largest`, have no
 basis; where a weight has none at all, c = 1. F is the forward, B the backward, U the update; D is the stage's delay in
 updates. Constants: β_s = 0.99, refresh = 10, κ = 4, p = 1. Each part can be switched off: `sides`, `over`, `spike`,
 `predict`, and `power=0, scale=1` for the rate.
@@ -44,6 +48,8 @@ from pipeback.tensors.eigenbasis import as_matrix, rotated
 SIDES = "left", "right"  # U and V in the state; "left covariance" and "right covariance" are L and R
 MEAN = "turned mean"  # m̃ in the state: of g̃ from one renewal of the bases to the next, and of m at a renewal
 
+SECOND_MOMENTS = "turned", "bounded", "kept", "anew"
+
 
 @dataclass(repr=False)
 class EigenDelay(Method):
@@ -54,7 +60,7 @@ class EigenDelay(Method):
     decay: float = 0.99
     refresh: int = 10
     sides: Literal[0, 1, 2] = 2
-    anew: bool = True
+    second_moment: Literal["turned", "bounded", "kept", "anew"] = "turned"
     largest: int = 1024
     over: bool = True
     spike: bool = True
@@ -68,6 +74,10 @@ class EigenDelay(Method):
         check_share("eigendelay", "decay", self.decay)
         if self.sides not in (0, 1, 2):
             raise ValueError(f"eigendelay: sides must be 0, 1 or 2, but is {self.sides!r}")
+        if self.second_moment not in SECOND_MOMENTS:
+            raise ValueError(
+                f"eigendelay: second_moment must be one of {SECOND_MOMENTS}, but is {self.second_moment!r}"
+            )
         for name in ("refresh", "largest"):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(
@@ -165,6 +175,9 @@ class EigenDelay(Method):
         for name in SIDES:
             if (covariances := state[f"{name} covariance"][n]) is not None:
                 eigenbasis.add_covariance(covariances, g, self.decay, left=name == "left")
+        second = [r for r, t in enumerate(counts) if t == self.refresh]
+        some_second = _chosen(second, rows)
+        first_bases = [None if basis is None else basis[some_second].clone() for basis in bases] if second else []
         renewed = self._renewed(n, state, counts, rows)
         turned, mean = rotated(g, *bases), state[MEAN][n]
         mean.lerp_(turned, 1 - beta1)
@@ -172,9 +185,15 @@ class EigenDelay(Method):
             moment, some = _matrix(entry["exp_avg"], rows), _chosen(renewed, rows)
             mean[some] = rotated(moment[some], *(None if basis is None else basis[some] for basis in bases))
         squares = _matrix(entry["exp_avg_sq"], rows)
-        if begun := [r for r in renewed if self.anew and counts[r] == self.refresh]:
-            squares[_chosen(begun, rows)] = 0
+        if second and self.second_moment == "turned":
+            second_bases = [None if basis is None else basis[some_second] for basis in bases]
+            squares[some_second] = _turned_squares(squares[some_second], first_bases, second_bases)
+        elif second and self._begins:
+            squares[some_second] = 0
         squares.mul_(beta2).addcmul_(turned, turned, value=1 - beta2)
+        if second and self.second_moment == "bounded":
+            least = (mean[some_second] / (1 - beta1**self.refresh)).square_().mul_(1 - beta2)
+            squares[some_second] = torch.maximum(squares[some_second], least)
         if not w.is_contiguous():
             entry["exp_avg_sq"].copy_(squares.view(w.shape))
 
@@ -206,7 +225,12 @@ class EigenDelay(Method):
 
     def _since(self, t: float) -> float:
         """Of how many updates the second moment is."""
-        return t - self.refresh + 1 if self.anew and t >= self.refresh else t
+        return t - self.refresh + 1 if self._begins and t >= self.refresh else t
+
+    @property
+    def _begins(self) -> bool:
+        """Whether the second moment begins anew at the second bases."""
+        return self.second_moment in ("bounded", "anew")
 
     def _renewed(self, n: int, state: State, counts: Sequence[float], rows: int) -> list[int]:
         """Renew the bases of matrix n in those rows whose number of updates asks for it; return these rows."""
@@ -243,6 +267,12 @@ class EigenDelay(Method):
 def _matrix(x: Tensor, rows: int) -> Tensor:
     """A weight as a matrix, or rows of weights as matrices (n, …): the same memory if x is contiguous."""
     return x.reshape(rows, x.shape[1], -1) if rows else as_matrix(x)
+
+
+def _turned_squares(squares: Tensor, old: Sequence[Tensor | None], new: Sequence[Tensor | None]) -> Tensor:
+    """Second moments of entries that are not correlated, in new bases in place of old ones."""
+    turns = [None if a is None or b is None else (a.mT @ b).square_() for a, b in zip(old, new, strict=True)]
+    return rotated(squares, *turns)
 
 
 def _restore(x: Tensor, bases: Sequence[Tensor | None], into: Tensor, rows: int, *, keep: int = 1) -> None:

@@ -15,7 +15,7 @@ import csv
 import io
 import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -76,17 +76,25 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
     """A row for each job that has ended.
 
     reference: what slow-downs are related to: a method of these jobs at its best rate, or sgd in the folder of another
-    sweep.
+    sweep, with the same options as far as one of both sweeps has varied them, but for those of methods.
     """
     ended = [job for job in jobs if _ended(job.out)]
     runs = [_Run(job.label, job.options, job.seed, state(job.out)["state"], *_curves(job.out)) for job in ended]
-    first = {key: value for key, value in jobs[0].options.items() if key.startswith("optimizer") and key != RATE}
-    others = _runs_in(Path(reference)) if elsewhere(reference) else [run for run in runs if run.label == reference]
+    if foreign := elsewhere(reference):
+        varied = {key for row in load(Path(reference) / FILE).rows for key in row.options}
+        keys = [key for key in sorted({*jobs[0].options, *varied} - {RATE}) if key.split(".")[0] != "method"]
+        others = _runs_in(Path(reference), keys)
+    else:
+        keys = [key for key in jobs[0].options if key != RATE]
+        others = [run for run in runs if run.label == reference]
+    options_of = [_options(job.values, keys) if foreign else {key: job.options[key] for key in keys} for job in ended]
+    first = _options(jobs[0].values, keys) if foreign else jobs[0].options
+    first = {key: first[key] for key in keys if key.startswith("optimizer")}
     found = []
-    for job, run in zip(ended, runs, strict=True):
+    for job, run, asked in zip(ended, runs, options_of, strict=True):
         told, mine = state(job.out), run.curve
         measures = {name.removeprefix("val/"): float(value) for name, value in told.get("measures", {}).items()}
-        wanted = {**{key: value for key, value in job.options.items() if key != RATE}, **first}
+        wanted = {**asked, **first}
         against = _reference([other for other in others if _same(other.options, wanted)], job.seed)
         slow = held = math.nan
         if against is not None and told["state"] == "finished":
@@ -118,19 +126,32 @@ def _read(out: Path, ended: int) -> tuple[Curve, Curve]:
     return curve(out), held_out(out)
 
 
+def _options(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
+    """These options of a configuration, groups of them without the rate; one that it does not have is None, as null."""
+    found = {}
+    for key in keys:
+        value: Any = config
+        for name in key.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        if isinstance(value, Mapping):
+            value = {name: value[name] for name in sorted(value) if f"{key}.{name}" != RATE}
+        found[key] = PLACE.sub(r"\1", str(value))
+    return found
+
+
 def _same(options: Mapping[str, Any], wanted: Mapping[str, Any]) -> bool:
-    """Whether a run of the reference has these options, as far as its sweep has varied them."""
-    return all(str(options[key]) == str(value) for key, value in wanted.items() if key in options)
+    """Whether a run of the reference has these options."""
+    return all(str(options[key]) == str(value) for key, value in wanted.items())
 
 
-def _runs_in(folder: Path) -> list[_Run]:
-    """The runs of sgd in the folder of a sweep; of their options, the rate is known."""
+def _runs_in(folder: Path, keys: Iterable[str]) -> list[_Run]:
+    """The runs of sgd in the folder of a sweep, each with its rate and these options."""
     found = []
     for out in sorted(file.parent for file in folder.glob("*/progress.json")):
         told = config_in(out)
         if told.get("label") == "sgd" and _ended(out):
-            rate = {RATE: told["optimizer"].get("lr")}
-            found.append(_Run("sgd", rate, int(told["seed"]), state(out)["state"], *_curves(out)))
+            options = {**_options(told, keys), RATE: told["optimizer"].get("lr")}
+            found.append(_Run("sgd", options, int(told["seed"]), state(out)["state"], *_curves(out)))
     return found
 
 

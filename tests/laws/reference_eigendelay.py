@@ -21,7 +21,7 @@ class EigenDelay(Recurrence):
         decay: float = 0.99,
         refresh: int = 10,
         sides: int = 2,
-        anew: bool = True,
+        second_moment: str = "turned",
         largest: int = 1024,
         over: bool = True,
         spike: bool = True,
@@ -32,7 +32,7 @@ class EigenDelay(Recurrence):
         super().__init__(*args, **kwargs)
         self.scale, self.power, self.beta, self.refresh, self.sides = scale, power, decay, refresh, sides
         self.largest, self.over, self.spike, self.predict, self.stash = largest, over, spike, predict, stash
-        self.anew = anew
+        self.second_moment = second_moment
         self.bases: dict[tuple[int, int], list[list[Array]]] = {}  # of (stage, tensor): L and R, and their eigenvectors
         self.shifts: dict[tuple[int, int], list[Array]] = {}  # of (stage, version), by tensor
 
@@ -64,14 +64,22 @@ class EigenDelay(Recurrence):
         (b1, b2), eps = options.get("betas", (0.9, 0.999)), options.get("eps", 1e-8)
         m = b1 * now.v[p] + (1 - b1) * g
         has = self.has(g.shape)
+        before = [self.bases.get((s, p), [[], []])[side][1:] for side in (0, 1)]
         left, right = (self.basis(s, p, g, side, t) if wanted else None for side, wanted in enumerate(has))
         turn = lambda x: x if left is None else left.T @ x  # noqa: E731
         turned = [turn(x) if right is None else turn(x) @ right for x in (g, m)]
         q, since = now.q[p], t
-        if any(has) and self.anew and t >= self.refresh:
-            q, since = (0 * q if t == self.refresh else q), t - self.refresh + 1
+        mean, second = turned[1] / (1 - b1**t), any(has) and t == self.refresh
+        if second and self.second_moment == "turned" and t > 1:
+            q = np.array(
+                [[self.turned(q, before, (left, right), i, j) for j in range(q.shape[1])] for i in range(len(q))]
+            )
+        if any(has) and self.second_moment in ("bounded", "anew") and t >= self.refresh:
+            q, since = (0 * q if second else q), t - self.refresh + 1
         q = b2 * q + (1 - b2) * turned[0] ** 2
-        hat, mean = q / (1 - b2**since), turned[1] / (1 - b1**t)
+        if second and self.second_moment == "bounded":
+            q = np.maximum(q, (1 - b2) * mean**2)
+        hat = q / (1 - b2**since)
         c = 1.0
         if any(has) and D and self.over:
             c = 1 / np.maximum(1, hat / hat.mean())
@@ -86,6 +94,20 @@ class EigenDelay(Recurrence):
         self.shifts.setdefault((s, t), []).append(committed)
         decay = options.get("weight_decay", 0) if decoupled else 0
         return Moved(now.w[p] - self.rate(s, options) * (decay * now.w[p] + moved), m, q)
+
+    @staticmethod
+    def turned(q: Array, before: Sequence[list[Array]], after: Sequence[Array | None], i: int, j: int) -> float:
+        """The variance of entry (i, j) in the bases `after`, of entries in those before that have variances q."""
+        r, c = q.shape
+        (U, V), (X, Y) = (
+            [np.eye(n) if basis is None else basis for n, basis in zip(q.shape, sides, strict=True)]
+            for sides in ([b[0] if b else None for b in before], after)
+        )  # fmt: skip
+        total = 0.0
+        for k in range(r):
+            for n in range(c):  # what one unit of entry (k, n) before is at (i, j)
+                total += q[k, n] * (X[:, i] @ np.outer(U[:, k], V[:, n]) @ Y[:, j]) ** 2
+        return total
 
     def basis(self, s: int, p: int, g: Array, side: int, t: int) -> Array:
         """The eigenvectors of this side of a gradient, which is taken into its covariance first."""

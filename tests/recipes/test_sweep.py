@@ -1,5 +1,6 @@
 """`pipeback sweep` end to end, tiny: every run is that of `pipeback train`, goes on after a kill, and is one line."""
 
+import json
 import math
 import os
 import shlex
@@ -18,7 +19,7 @@ pytest.importorskip("sklearn")
 from pipeback.recipes import sweep
 from pipeback.recipes.live import state
 from pipeback.recipes.sweeps import table
-from pipeback.recipes.sweeps.curves import Curve, held_out, held_out_slow_down, reaches, slow_down, smoothed
+from pipeback.recipes.sweeps.curves import Curve, curve, held_out, held_out_slow_down, reaches, slow_down, smoothed
 from pipeback.recipes.sweeps.jobs import Job, last_checkpoint
 from pipeback.recipes.sweeps.summary import sheets
 from tests.recipes.cli import TINY, config, numbers, pipeback, rows
@@ -277,6 +278,49 @@ def test_folders_of_one_name_are_two_runs(tmp_path, monkeypatch):
     tmp_path /= "other"
     assert ends(2.0) == 2.0
     assert ends(3.0) == 3.0
+
+
+def test_a_reference_from_another_sweep_has_the_options_that_either_sweep_varied(tmp_path):
+    """By the configurations of its runs, in which a group of options stands as a whole, and a folder by any path."""
+
+    def run(folder, depth, optimizer, lr, seconds, root="text"):
+        options = {"model": {"depth": depth}, "optimizer": {"name": optimizer, "lr": lr}, "data": {"root": root}}
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "config.yaml").write_text(json.dumps({"label": "sgd", "seed": 0, **options}))
+        losses = "".join(f"{n},{8 - n / seconds:.6f},\n" for n in range(400))
+        (tmp_path / folder / "metrics.csv").write_text(f"step,train/loss,val/loss\n{losses}")
+        (tmp_path / folder / "progress.json").write_text('{"state": "finished"}')
+        return options
+
+    varied = [(depth, name, lr) for depth in (3, 4) for name in ("SGD", "AdamW") for lr in (0.1, 0.3)]
+    for n, (depth, name, lr) in enumerate(varied):  # the second rate is the better one
+        run(f"first/{n}", depth, name, lr, 100 * (1 + n // 2) - (1 if lr == 0.3 else 0))
+    rows = [
+        table.Row("sgd", {"model.depth": str(depth), "optimizer": name}, 0, "finished", 400, {}, 1, 1, 1, {})
+        for depth, name, _ in varied
+    ]
+    table.save(tmp_path / "first" / table.FILE, table.Results("pipeback sweep", "some", {"date": "now"}, [], rows))
+
+    def slow_downs(varied, *runs):
+        """Of runs, by the options that their sweep varied; nan: no reference has their options."""
+        jobs = []
+        for depth, name, root in runs:
+            home = f"second/{len(list(tmp_path.glob('second/*')))}"
+            options = {**run(home, depth, name, 0.7, 400, root), "method": {"scale": 4.0}}
+            mine = {key: options[key.split(".")[0]][key.split(".")[1]] for key in varied}
+            jobs.append(Job("pb", mine, 0, tmp_path / home, True, options))
+        return [row.slow_down for row in table.rows_of(jobs, str(tmp_path / "first"))]
+
+    def against(*numbers):
+        late = curve(tmp_path / "second" / "0")  # all runs of the second sweep have the same losses
+        return [pytest.approx(slow_down(late, curve(tmp_path / "first" / str(n)))) for n in numbers]
+
+    assert slow_downs(["model.depth"], (3, "SGD", "text"), (4, "SGD", "text")) == against(1, 5)
+    assert slow_downs([], (4, "AdamW", "text")) == slow_downs(["method.scale"], (4, "AdamW", "text")) == against(7)
+    assert slow_downs(["data.root"], (3, "AdamW", "/home/me/text")) == against(3)
+    assert all(map(math.isnan, slow_downs(["data.root"], (3, "AdamW", None))))
+    assert all(map(math.isnan, slow_downs(["model.depth"], (5, "SGD", "text"))))
+    assert len({str(one.expected) for one in against(1, 3, 5, 7)}) == 4
 
 
 def test_a_held_out_slow_down_is_that_of_the_drained_model(tmp_path):
