@@ -67,6 +67,12 @@ def unsaved_buffers(modules: Mapping[str, nn.Module]) -> list[str]:
     return [f"{path}.{key}".lstrip(".") for path, key in found]
 
 
+def place_of(name: str) -> tuple[str, str]:
+    """Return the path of the module and the attribute that such a name tells of."""
+    path, _, key = name.rpartition(".")
+    return path, key.partition("[")[0]
+
+
 def in_structures(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """Return the names of the tensors in lists, tuples and dictionaries that modules hold, and beside their forward."""
     found: dict[int, str] = {}
