@@ -36,6 +36,7 @@ class ReplicaSync:
             for key, buffer in own._buffers.items()
             if buffer is not None
         ]
+        self._stood: list[int] = []  # the versions of these buffers when they were remembered
         self._states = _OptimizerStates(there if others else [])
         self.remember()
         self._begun = False
@@ -83,9 +84,9 @@ class ReplicaSync:
                 for own, *twins in self._modules:
                     for twin in twins:
                         self._copy(own, twin, known)
-                for (buffer, twin), version in zip(self._buffers, self._stood, strict=True):
+                for (buffer, other), version in zip(self._buffers, self._stood, strict=True):
                     if buffer._version != version:
-                        _put(buffer, twin)
+                        _put(buffer, other)
                 self._states.copy()
             self.remember()  # for whom `go_on` calls
         self.work()

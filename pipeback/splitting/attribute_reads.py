@@ -42,7 +42,8 @@ class AttributeReads:
 
         paths: the modules by their paths. traced: those whose own code was followed.
         """
-        codes = [code_reads(kind) for kind in {type(module): None for module in traced}]
+        kinds: dict[Any, None] = {type(module): None for module in traced}
+        codes = [code_reads(kind) for kind in kinds]
         inside = frozenset[str]().union(*(code.names for code in codes))
         for path, key in sorted(names):
             if path in paths:
@@ -51,7 +52,7 @@ class AttributeReads:
             if module in sys.modules:
                 self._add(f":{module}", key, sys.modules[module], inside)
 
-    def _add(self, path: str, key: str, home: Any, inside: Collection[str], depth: int = 0) -> None:
+    def _add(self, path: str, key: str, home: Any, inside: frozenset[str], depth: int = 0) -> None:
         """Add an attribute, and those of the object that it is. inside: names of attributes in the code."""
         value = _got(home, key)
         if (path, key) not in self._values and _watched(value) and not (path[:1] == ":" and callable(value)):

@@ -6,12 +6,10 @@ functions beside them in the same package.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
-
-from torch import nn
 
 DEEP = 3  # how far functions are followed: the forward, what it calls, and what these call
 
@@ -24,8 +22,9 @@ class CodeReads(NamedTuple):
 
 
 @cache
-def code_reads(kind: type[nn.Module]) -> CodeReads:
+def code_reads(kind: Hashable) -> CodeReads:
     """Return what the forward of a class of modules reads."""
+    assert isinstance(kind, type)
     names, variables = set[str](), dict[tuple[str, str], None]()
     seen, todo = set[Any](), [(f, 0) for f in _own(kind, "forward")]
     while todo:

@@ -83,7 +83,7 @@ def in_structures(modules: Mapping[str, nn.Module]) -> dict[int, str]:
                 tensors = ((n, x) for n, x in enumerate(pytree.tree_leaves(value)) if isinstance(x, Tensor))
                 found.update((id(x), f"{path}.{key}[{n}]".lstrip(".")) for n, x in tensors)
     for kind in set[Any](map(type, modules.values())):
-        around: dict[str, Any] = getattr(kind.forward, "__globals__", {})
+        around: dict[str, Any] = getattr(getattr(kind, "forward", None), "__globals__", {})
         found.update((id(x), f"{kind.__module__}:{key}") for key, x in around.items() if isinstance(x, Tensor))
     return found
 

@@ -40,6 +40,7 @@ from pipeback.splitting.refusals import kept_whole, left_out
 from pipeback.splitting.segment import LooksAlike, Segment
 from pipeback.splitting.size_decisions import deciding_by_sizes
 from pipeback.splitting.stage_names import label, labels
+from pipeback.splitting.uncompiled import eagerly
 from pipeback.splitting.value_reads import check_value_reads
 from pipeback.tensors import accelerators
 from pipeback.tensors.batches import bare
@@ -275,7 +276,7 @@ class TracedModel:
                     outside=OutsideDraws(self._restores.generators, fine), within=self._walked, deep=self.deep,
                 )[0]  # fmt: skip
         (tensors, form), device = opened(tuple(arguments)), device_of(self.model)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with eagerly(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
             values = {name: shaped(t) for name, t in own.items()}
             args, kwargs = form.fill([to_device(device, fake.from_tensor(t)) for t in tensors])
@@ -301,7 +302,7 @@ class TracedModel:
             self._walked = walked(self.model)
             self._restores = untouched(self.model, self.rewritten, self._walked)
         devices = {t.device for kind in KINDS for _, t in held(self._walked, kind)}
-        with self._restores, accelerators.forked(devices):
+        with eagerly(), self._restores, accelerators.forked(devices):
             yield
 
     # -- stages --------------------------------------------------------------------------------------------------
