@@ -50,8 +50,7 @@ def _check(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
     where = f"{stage.label}: {kind} {key!r}" if key else f"{stage.label}: {kind}"
     if values <= 1 and isinstance(norm, nn.LayerNorm):  # models have such by design, and train
         warnings.warn(
-            f"{where} normalises over a single value, which gives its bias whatever comes in, as in plain PyTorch; "
-            "leave it out, or normalise over more than one value",
+            f"{where} normalises over a single value, which gives its bias whatever comes in, as in plain PyTorch",
             stacklevel=2,
         )
     elif values <= 1:
