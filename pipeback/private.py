@@ -270,8 +270,7 @@ def uncompiled(module: nn.Module) -> nn.Module | None:
     if getattr(module, "_compiled_call_impl", None) is not None:
         module._compiled_call_impl = None
         return module
-    inner = module.__dict__.get("_modules", {}).get("_orig_mod")
-    return inner if inner is not None and type(module).__name__ == "OptimizedModule" else None
+    return getattr(module, "_orig_mod", None) if type(module).__name__ == "OptimizedModule" else None
 
 
 def gradient_hooks(weight: Tensor) -> bool:

@@ -69,6 +69,9 @@ class MicroBatcher:
         """Make sure that the stages know these micro-batches' form; returns them as the first stage takes them."""
         if self._program is None or form is None:
             return list(xs)
+        if self._program.ownership.copies.due:
+            wait()
+            self._program.ownership.copies.follow()
         found, mode = [], self._program.model.training
         for x in xs:
             known = self._program.known(x, form, training)

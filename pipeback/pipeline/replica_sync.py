@@ -1,8 +1,8 @@
 """Replica sync: copies of the model, which further replicas in one process train, follow the user's model.
 
 A user who writes into the model's weights, or freezes one, means all replicas (modes and numbers: `settings.Mirror`),
-and so does one who clears an optimizer's state or writes into it. Over processes each rank has a model and optimizers
-of its own, to which the user does the same.
+and so does one who writes into a buffer that no forward changes, clears an optimizer's state or writes into it. Over
+processes each rank has a model and optimizers of its own, to which the user does the same.
 """
 
 from __future__ import annotations
@@ -29,6 +29,14 @@ class ReplicaSync:
         first, *others = [[m for stage in stages for m in stage.module.modules()] for stages in there]
         self._modules: list[tuple[nn.Module, ...]] = list(zip(first, *others, strict=True)) if others else []
         self._weights = [p for modules in self._modules for p in modules[0]._parameters.values() if p is not None]
+        self._buffers = [
+            (buffer, twin._buffers[key])
+            for own, *twins in self._modules
+            for twin in twins
+            for key, buffer in own._buffers.items()
+            if buffer is not None
+        ]
+        self._stood: list[int] = []  # the versions of these buffers when they were remembered
         self._states = _OptimizerStates(there if others else [])
         self.remember()
         self._begun = False
@@ -38,17 +46,28 @@ class ReplicaSync:
         """Whether the user seems to have written something since `remember`."""
         if not self._modules:
             return False
-        return not self._begun or list(map(_writes, self._weights)) != self._written or self._states.due
+        if not self._begun or list(map(_writes, self._weights)) != self._written or self._states.due:
+            return True
+        return self._versions() != self._stood
 
     def work(self) -> None:
         """Operations will change what optimizers hold."""
         self._states.work()
+        now = self._versions()
+        if now != self._stood:  # a rehearsal has changed buffers, as forwards do: each replica has its own
+            pairs = zip(self._buffers, now, self._stood, strict=True)
+            self._buffers = [pair for pair, version, stood in pairs if version == stood]
+            self._stood = self._versions()
 
     def remember(self) -> None:
         """The weights and optimizer states of all replicas are as they should be, and nothing is under way."""
         self._begun = True
         self._states.rest()
         self._written = list(map(_writes, self._weights))
+        self._stood = self._versions()
+
+    def _versions(self) -> list[int]:
+        return [buffer._version for buffer, _ in self._buffers]
 
     def follow(self, join: Callable[[], object], go_on: Callable[[], object]) -> None:
         """Copy to every replica what the user has written, before loops take it over, which puts versions back.
@@ -65,6 +84,9 @@ class ReplicaSync:
                 for own, *twins in self._modules:
                     for twin in twins:
                         self._copy(own, twin, known)
+                for (buffer, other), version in zip(self._buffers, self._stood, strict=True):
+                    if buffer._version != version:
+                        _put(buffer, other)
                 self._states.copy()
             self.remember()  # for whom `go_on` calls
         self.work()

@@ -118,6 +118,8 @@ class Saving:
                 opened = partial(holding.opened, changes=True)
                 loaded = pipeline_state.load(stage, saved, options, opened, holding.present_as_one)
                 messages.setdefault(stage.replica, {}).update(loaded)
+        if engine.traced is not None:
+            engine.traced.ownership.copies.follow()
         loops = plain["loops"]
         self._commits.restart(loops[0]["order"]["start"] if loops and not loops[0]["fresh"] else engine.arrived)
         for loop in engine.start() if loops else ():

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from types import BuiltinFunctionType, FunctionType
+from logging import Logger
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, ParamSpec, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeback.splitting.call_listeners import instead
 from pipeback.splitting.module_walk import identical, walked
@@ -19,6 +20,7 @@ Attributes = Mapping[str, tuple[nn.Module, Mapping[str, Any] | None]]  # every m
 NOWHERE = object()
 MACHINERY = set(vars(nn.Module())) - {"training"} | set(vars(nn.Module)) | {"__class__"}  # what torch reads
 PLAIN = bool, int, float, complex, str, type(None), tuple, list, dict, FunctionType, BuiltinFunctionType
+UNLIKE = Tensor, nn.Module, type, ModuleType, Logger  # what has attributes, and is no object like a configuration
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -127,10 +129,10 @@ class Sets:
 
 
 class _Plain(dict[type, bool]):
-    """Whether values of a type are plain; looking a type up is far cheaper than isinstance."""
+    """Whether values of a type are plain, or objects with attributes; looking it up is far cheaper than isinstance."""
 
     def __missing__(self, kind: type) -> bool:
-        self[kind] = issubclass(kind, PLAIN)
+        self[kind] = issubclass(kind, PLAIN) or (kind.__dictoffset__ != 0 and not issubclass(kind, UNLIKE))
         return self[kind]
 
 

@@ -1,50 +1,91 @@
-"""Attribute reads: plain attributes of modules on which a forward has decided; its stages know only the outcome.
+"""Attribute reads: plain values on which a forward has decided; its stages know only the outcome.
 
-Such an attribute is a number, a string, a mode (`if self.training`) or a function, and tracing has fixed its value.
-When somebody sets another value, the model is traced again; with the old value, the old scripts are used again.
+Such a value is a number, a string, a mode (`if self.training`) or a function, and tracing has fixed it. It is an
+attribute of a module or of an object that a module has (`self.config.scale`), or a global variable. Which weights are
+frozen belongs to it, too: no gradient goes to where all are. When somebody sets another value, the model is traced
+again; with the old value, the old scripts are used again.
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Collection, Iterator, Mapping
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from pipeback.splitting.attribute_changes import UNLIKE
+from pipeback.splitting.code_reads import code_reads
 from pipeback.splitting.module_walk import walked
+from pipeback.tensors.structures import PLAIN
 
-Name = tuple[str, str]  # of an attribute: the path of its module, and its own
+Name = tuple[str, str]  # of an attribute: the path of its module, and its own; of a variable: ":" and the module's name
+LONG = 1000  # entries of a list or dictionary that is not looked into
+DEEP = 3  # objects within objects that are looked into
+_trains = attrgetter("requires_grad")
+_NOWHERE = object()
 
 
 class AttributeReads:
     """Gives a number to each combination of values on which a forward decides: equal numbers mean equal values."""
 
-    def __init__(self) -> None:
-        self._names: dict[Name, nn.Module] = {}
+    def __init__(self, model: nn.Module) -> None:
+        self._weights = list(model.parameters())
+        self._values: dict[Name, Callable[[], Any]] = {}
+        self._objects: list[Any] = []  # those that were looked into
         self._states: list[list[Any]] = []
 
-    def add(self, names: Collection[Name], paths: Mapping[str, nn.Module]) -> None:
+    def add(self, names: Collection[Name], paths: Mapping[str, nn.Module], traced: Iterable[nn.Module]) -> None:
         """Add attributes that a forward has read; earlier traces have not read them and do not depend on them.
 
-        paths: the modules by their paths.
+        paths: the modules by their paths. traced: those whose own code was followed.
         """
-        new = {name: paths[name[0]] for name in sorted(names) if name not in self._names and name[0] in paths}
-        for state in self._states:
-            state += [_kept(getattr(module, key, None)) for (_, key), module in new.items()]
-        self._names.update(new)
+        kinds: dict[Any, None] = {type(module): None for module in traced}
+        codes = [code_reads(kind) for kind in kinds]
+        inside = frozenset[str]().union(*(code.names for code in codes))
+        for path, key in sorted(names):
+            if path in paths:
+                self._add(path, key, paths[path], inside)
+        for module, key in sorted({variable for code in codes for variable in code.variables}):
+            if module in sys.modules:
+                self._add(f":{module}", key, sys.modules[module], inside)
+
+    def _add(self, path: str, key: str, home: Any, inside: frozenset[str], depth: int = 0) -> None:
+        """Add an attribute, and those of the object that it is. inside: names of attributes in the code."""
+        value = _got(home, key)
+        if (path, key) not in self._values and _watched(value) and not (path[:1] == ":" and callable(value)):
+            found = self._values[path, key] = lambda: _got(home, key)
+            for state in self._states:
+                state.append(_kept(found()))
+        if depth < DEEP and _opens(value) and not any(value is known for known in self._objects):
+            self._objects.append(value)
+            for name in sorted(inside.intersection(vars(value))):
+                self._add(path, f"{key}.{name}", home, inside, depth + 1)
 
     def number(self, training: bool | None = None) -> int:
         """Return the number of the present values. training: the mode to assume for all modules; None: their own."""
-        now = [getattr(module, key, None) for (_, key), module in self._names.items()]
+        now = [value() for value in self._values.values()]
         if training is not None:
-            now = [training if key == "training" else x for (_, key), x in zip(self._names, now, strict=True)]
+            now = [training if key == "training" else x for (_, key), x in zip(self._values, now, strict=True)]
+        now.insert(0, list(map(_trains, self._weights)))
         for number, state in enumerate(self._states):
-            if _same(now, state):
+            if all(a is b or _same(a, b) for a, b in zip(now, state, strict=True)):
                 return number
         self._states.append([_kept(value) for value in now])
         return len(self._states) - 1
+
+
+def traced_into(modules: Mapping[str, nn.Module], leaves: Callable[[str, nn.Module], bool]) -> Iterator[nn.Module]:
+    """Yield the modules whose own code is followed. leaves: says which are kept whole, with all that is in them."""
+    whole: tuple[str, ...] = ()
+    for path, module in modules.items():
+        if not path.startswith(whole):
+            if leaves(path, module):
+                whole = (*whole, f"{path}." if path else "")
+            else:
+                yield module
 
 
 @contextmanager
@@ -60,13 +101,41 @@ def modes(model: nn.Module, training: bool | None) -> Iterator[None]:
             m.training = mode
 
 
-def _same(now: list[Any], state: list[Any]) -> bool:
-    try:
-        return bool(now == state) and list(map(type, now)) == list(map(type, state))
-    except (RuntimeError, ValueError):  # lists of tensors cannot be compared by ==
-        return all(a is b for a, b in zip(now, state, strict=True))
+def _got(home: Any, key: str) -> Any:
+    """Return an attribute, or one of an object that it is: "config.scale"."""
+    for name in key.split("."):
+        home = getattr(home, name, _NOWHERE)
+    return home
+
+
+def _watched(value: Any) -> bool:
+    return isinstance(value, (*PLAIN, tuple, list, dict, Tensor)) or callable(value) or _opens(value)
+
+
+def _opens(value: Any) -> bool:
+    """Whether a value is an object with attributes, such as a configuration."""
+    return hasattr(value, "__dict__") and not isinstance(value, (*PLAIN, *UNLIKE)) and not callable(value)
+
+
+def _same(a: Any, b: Any) -> bool:
+    """Whether two values are equal; tensors and objects only if they are the very same."""
+    if a is b:
+        return True
+    if isinstance(a, dict) and isinstance(b, dict):
+        return list(a) == list(b) and all(map(_same, a.values(), b.values()))
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, PLAIN) and bool(a == b)
 
 
 def _kept(value: Any) -> Any:
     """Return a copy of lists and dictionaries, which may be changed in place, and any other value itself."""
-    return copy.copy(value) if isinstance(value, (list, dict)) else value
+    if isinstance(value, (list, tuple, dict)) and len(value) > LONG:
+        return value
+    if isinstance(value, dict):
+        return {key: _kept(x) for key, x in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(map(_kept, value))
+    return value

@@ -67,6 +67,12 @@ def unsaved_buffers(modules: Mapping[str, nn.Module]) -> list[str]:
     return [f"{path}.{key}".lstrip(".") for path, key in found]
 
 
+def place_of(name: str) -> tuple[str, str]:
+    """Return the path of the module and the attribute that such a name tells of."""
+    path, _, key = name.rpartition(".")
+    return path, key.partition("[")[0]
+
+
 def in_structures(modules: Mapping[str, nn.Module]) -> dict[int, str]:
     """Return the names of the tensors in lists, tuples and dictionaries that modules hold, and beside their forward."""
     found: dict[int, str] = {}
@@ -77,7 +83,7 @@ def in_structures(modules: Mapping[str, nn.Module]) -> dict[int, str]:
                 tensors = ((n, x) for n, x in enumerate(pytree.tree_leaves(value)) if isinstance(x, Tensor))
                 found.update((id(x), f"{path}.{key}[{n}]".lstrip(".")) for n, x in tensors)
     for kind in set[Any](map(type, modules.values())):
-        around: dict[str, Any] = getattr(kind.forward, "__globals__", {})
+        around: dict[str, Any] = getattr(getattr(kind, "forward", None), "__globals__", {})
         found.update((id(x), f"{kind.__module__}:{key}") for key, x in around.items() if isinstance(x, Tensor))
     return found
 

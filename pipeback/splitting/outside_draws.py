@@ -135,7 +135,7 @@ def _memory(bits: Any) -> bytes:
 
 def _around(kind: type[nn.Module]) -> dict[str, Any]:
     """The names that the forward of such a module finds beside it; torch's own layers draw from torch alone."""
-    found: dict[str, Any] = getattr(kind.forward, "__globals__", {})
+    found: dict[str, Any] = getattr(getattr(kind, "forward", None), "__globals__", {})
     return {} if found.get("__name__", "").startswith("torch.nn.") else found
 
 

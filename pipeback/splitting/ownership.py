@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeback.splitting.buffer_copies import BufferCopies
 from pipeback.splitting.call_trace import Attribute, Call, CallTrace
 from pipeback.splitting.cut_points import given
 from pipeback.splitting.module_walk import held, walked
@@ -72,6 +73,7 @@ class Ownership:
                 self.owned[s][call.target] = Lent(module, tied)
             else:
                 self.owned[s][call.target] = module
+        self.copies = BufferCopies(modules, self.owned, self.copied)
         self._check_writers(calls)
 
     def _check_writers(self, calls: Sequence[Call]) -> None:

@@ -18,7 +18,7 @@ from torch import nn
 
 from pipeback.private import FakeTensorMode
 from pipeback.splitting.attribute_changes import Name, again
-from pipeback.splitting.attribute_reads import AttributeReads, modes
+from pipeback.splitting.attribute_reads import AttributeReads, modes, traced_into
 from pipeback.splitting.branches import MOST, decisions, mark, told
 from pipeback.splitting.call_arguments import Arguments, arguments_of
 from pipeback.splitting.call_cost import Work
@@ -40,6 +40,7 @@ from pipeback.splitting.refusals import kept_whole, left_out
 from pipeback.splitting.segment import LooksAlike, Segment
 from pipeback.splitting.size_decisions import deciding_by_sizes
 from pipeback.splitting.stage_names import label, labels
+from pipeback.splitting.uncompiled import eagerly
 from pipeback.splitting.value_reads import check_value_reads
 from pipeback.tensors import accelerators
 from pipeback.tensors.batches import bare
@@ -76,7 +77,7 @@ class TracedModel:
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
         self._walked = walked(model)  # its modules, as they were when it was traced last
-        self.held = AttributeReads()
+        self.held = AttributeReads(model)
         self._cures: dict[str, str] = {}
         self._known: dict[Key, Known] = {}
         self._variants: dict[Key, list[Known]] = {}  # the variants of every form
@@ -91,7 +92,8 @@ class TracedModel:
         for s, segment in enumerate(self.segments):
             segment.__rewritten__ = self.ownership.names_of(s, self.rewritten)
             segment.training = model.training  # the attribute alone: its modules are the model's, in their own modes
-        self._copies: list[Sequence[nn.Module]] = [self.segments]
+        self._copies: list[Sequence[nn.Module]] = []
+        self.follow_too(self.segments)
         x = self._take(record, entered, None, known)
         if complete:
             self._prove(arguments, x)
@@ -187,6 +189,7 @@ class TracedModel:
     def follow_too(self, segments: Sequence[nn.Module]) -> None:
         """Register copies of the segments, which learn all forms that these know."""
         self._copies.append(segments)
+        self.ownership.copies.add(segments)
 
     @property
     def complete(self) -> bool:
@@ -249,7 +252,7 @@ class TracedModel:
         record = trace(work)
         if record.draws is not None:  # something was drawn; in its leaves, or between them
             record = trace(work, fine=True)
-        self.held.add(record.decided, self._walked)
+        self.held.add(record.decided, self._walked, traced_into(self._walked, self._leaves))
         check_draws(self.model, record, partial(trace, fine=True))
         check_value_reads(self.model, record)
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
@@ -273,7 +276,7 @@ class TracedModel:
                     outside=OutsideDraws(self._restores.generators, fine), within=self._walked, deep=self.deep,
                 )[0]  # fmt: skip
         (tensors, form), device = opened(tuple(arguments)), device_of(self.model)
-        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        with eagerly(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
             values = {name: shaped(t) for name, t in own.items()}
             args, kwargs = form.fill([to_device(device, fake.from_tensor(t)) for t in tensors])
@@ -289,20 +292,17 @@ class TracedModel:
         x = to_device(device_of(self.model), x)
         unchanged = partial(self._unchanged, anew=False)  # it has been restored since it was traced
         if self.rewritten:
-            self._found_now()
+            self._restores = untouched(self.model, self.rewritten, self._walked)
         check_equal(self.model, lambda: without_caches(self.model(*args, **kwargs)), self.segments, x, unchanged)
-
-    def _found_now(self) -> None:
-        self._walked = walked(self.model)
-        self._restores = untouched(self.model, self.rewritten, self._walked)
 
     @contextmanager
     def _unchanged(self, anew: bool) -> Iterator[None]:
         """A context that restores the model and the random state on exit. anew: to what they are now, not earlier."""
         if anew:
-            self._found_now()
+            self._walked = walked(self.model)
+            self._restores = untouched(self.model, self.rewritten, self._walked)
         devices = {t.device for kind in KINDS for _, t in held(self._walked, kind)}
-        with self._restores, accelerators.forked(devices):
+        with eagerly(), self._restores, accelerators.forked(devices):
             yield
 
     # -- stages --------------------------------------------------------------------------------------------------

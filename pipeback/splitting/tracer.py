@@ -34,7 +34,7 @@ from pipeback.splitting.in_place import Hooked, Kept, stays
 from pipeback.splitting.key_value_caches import without_caches
 from pipeback.splitting.loose_sizes import LooseSizes
 from pipeback.splitting.module_inputs import ModuleInputs
-from pipeback.splitting.module_walk import beside, held, in_structures, walked
+from pipeback.splitting.module_walk import beside, held, in_structures, place_of, walked
 from pipeback.splitting.outside_draws import OutsideDraws, generators
 from pipeback.splitting.reentrant import CheckpointFunction, checkpointed
 from pipeback.splitting.script_values import Applied, same
@@ -199,10 +199,10 @@ class _Recorder(TorchFunctionMode):
             return Ref(self.numbers[id(value)])
         if id(value) in self.names:
             return Attribute(self.names[id(value)])
-        if id(value) in self.held and not value.requires_grad:
-            self.alive.append(value)
-            self.constants[self.held[id(value)]] = value
-            return Attribute(self.held[id(value)])
+        if (name := self.held.get(id(value))) is not None and not value.requires_grad:
+            self.constants[name] = value  # which keeps it, so that its id is not reused
+            self.sets.decided.add(place_of(name))
+            return Attribute(name)
         if path := self.made.where(value):
             raise Escape(path, refusals.escaped(self.name(self.where), what, value, self.name(path)))
         raise refusals.unmade(self.name(self.where), self.where, what, value)

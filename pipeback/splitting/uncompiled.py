@@ -5,9 +5,12 @@ What is compiled cannot be traced, and its graph may keep functions of weights, 
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
+import torch
 from torch import nn
 
 from pipeback import private
@@ -20,6 +23,14 @@ def uncompiled(model: nn.Module | Sequence[nn.Module], where: str = "model") -> 
     where: the name of the model in the warning that says what was compiled. The weights are the same tensors.
     """
     found: list[str] = []
+    for n, part in enumerate([model] if isinstance(model, nn.Module) else model):
+        for path, module in walked(part).items() if isinstance(part, nn.Module) else ():
+            if isinstance(module, torch.jit.ScriptModule):
+                own = where if isinstance(model, nn.Module) else f"{where}[{n}]"
+                raise TypeError(
+                    f"{'.'.join(name for name in (own, path) if name)} was made by torch.jit, which keeps its weights "
+                    "out of Python's reach; give the module of which torch.jit.script or torch.jit.trace has made it"
+                )
     if isinstance(model, nn.Module):
         taken: nn.Module | Sequence[nn.Module] = _without(model, where, found)
     else:
@@ -32,6 +43,12 @@ def uncompiled(model: nn.Module | Sequence[nn.Module], where: str = "model") -> 
         stacklevel=2,
     )
     return taken
+
+
+def eagerly() -> AbstractContextManager[object]:
+    """A context within which functions that torch.compile has made run as they were written and are traced."""
+    compiles = "torch._dynamo" in sys.modules  # else nothing is compiled, and it would take seconds to import
+    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
 
 
 def _without(module: nn.Module, name: str, found: list[str]) -> nn.Module:

@@ -48,12 +48,17 @@ def _check(stage: Stage, key: str, norm: nn.Module, x: Tensor) -> None:
     batch, values = isinstance(norm, nn.modules.batchnorm._BatchNorm), _values(norm, x)
     kind = type(norm).__name__
     where = f"{stage.label}: {kind} {key!r}" if key else f"{stage.label}: {kind}"
-    if values <= 1:
+    if values <= 1 and isinstance(norm, nn.LayerNorm):  # models have such by design, and train
+        warnings.warn(
+            f"{where} normalises over a single value, which gives its bias whatever comes in, as in plain PyTorch",
+            stacklevel=2,
+        )
+    elif values <= 1:
         cure = CURE if batch else "normalise over more than one value"
         raise Refused(
             f"{where} would see one value per {'channel' if batch else 'group'}, which it turns into zero; {cure}"
         )
-    if batch and len(x) == 1:
+    elif batch and len(x) == 1:
         warnings.warn(
             f"{where} takes its statistics from one sample, {values} values per channel, so that it is trained on "
             f"those of each sample and evaluated on their mean; {CURE}",

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from pipeback.methods.base import Method
 from pipeback.splitting.module_restore import Home
-from pipeback.stages import compile_check, judged_output, norm_check, saved_graph, stale_weights_check
+from pipeback.stages import compile_check, judged_output, norm_check, saved_graph, stale_weights_check, weight_writes
 from pipeback.stages.compile_check import Refused, untouched
 from pipeback.stages.compiled import Compiled, faithful
 from pipeback.stages.flight import Flight, Root, Value, begins, cut, for_loss, grown, weighed
@@ -61,7 +61,7 @@ def rehearse(
             stashes = stage.keeping is None or stage.keeping.stashes
             with untouched(stage) as homes:
                 with norm_check.watching(stage), stage.calling(stage.module):
-                    _learn(stage, value, target)
+                    weight_writes.check(stage, method, delays, partial(_learn, stage, value, target))
                 stage.learn(changing=_changing(homes))
                 matters = stashes and stage.weights and faithful(method, delays[stage.index])
                 if isinstance(stage.call, Compiled) and matters:

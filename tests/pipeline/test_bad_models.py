@@ -98,12 +98,25 @@ def test_a_forward_that_fails():
         (nn.InstanceNorm1d(6), torch.randn(2, 6, 1), "InstanceNorm1d '1' would see one value per group"),
         (nn.InstanceNorm2d(6), torch.randn(2, 6, 1, 1), "InstanceNorm2d '1' would see one value per group"),
         (nn.InstanceNorm3d(6), torch.randn(2, 6, 1, 1, 1), "InstanceNorm3d '1' would see one value per group"),
-        (nn.LayerNorm(1), torch.randn(4, 6, 1), "LayerNorm '1' would see one value per group"),
     ],
 )
 def test_a_normalisation_of_one_value(norm, x, message):
     model = [nn.Sequential(nn.Identity(), norm), nn.Sequential(nn.Flatten(), nn.Linear(6, 6))]
     refused(rf"stage 0 \(0\): {message}", model, x, torch.randn(len(x), 6))
+
+
+def test_a_layer_norm_of_one_value_warns_and_trains_as_in_a_plain_loop():
+    model = lambda: nn.Sequential(nn.LayerNorm(1), nn.Flatten(), nn.Linear(6, 6))  # noqa: E731
+    x, y = torch.randn(4, 6, 1), torch.randn(4, 6)
+    made, plain = model(), model()
+    plain.load_state_dict(made.state_dict())
+    with pytest.warns(UserWarning, match=r"stage 0 \(0\): LayerNorm normalises over a single value"):
+        loss = build(made, "sgd").push(x, y)
+    expected = nn.functional.mse_loss(plain(x), y)
+    expected.backward()
+    assert torch.equal(loss, expected)
+    OPTIMIZERS["momentum"](plain.parameters()).step()
+    assert all(map(torch.equal, made.parameters(), plain.parameters()))
 
 
 def test_a_normalisation_of_few_values_warns():

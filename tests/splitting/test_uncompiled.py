@@ -95,3 +95,63 @@ def test_the_compiled_model_has_the_trained_weights():
     trained = train(fast)
     assert all(torch.equal(trained[k], v) for k, v in model.state_dict().items())
     assert not torch.equal(fast(torch.ones(1, 6)), before)
+
+
+@torch.compile(backend="aot_eager")
+def gated(x, weight):
+    return torch.tanh(x) * weight
+
+
+class Written(nn.Linear):
+    """torch.compile has its forward, and calls a compiled function inside."""
+
+    @torch.compile(backend="aot_eager")
+    def forward(self, x):
+        return gated(super().forward(x), self.bias)
+
+
+class Between(nn.Module):
+    """Calls a compiled function between its modules."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers, self.weight = nn.ModuleList([kind(6, 6) for _ in range(3)]), nn.Parameter(torch.ones(6))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = gated(layer(x), self.weight)
+        return x
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, Written])
+def test_compiled_functions(kind):
+    """Difference 0 to plain training, whether they lie between modules or within them."""
+    made, plain = Between(kind), Between(kind)
+    some = [(torch.randn(4, 6), torch.randn(4, 6)) for _ in range(3)]
+    opt = torch.optim.SGD(plain.parameters(), lr=0.1)
+    pipe = pipeback.Pipeline(
+        made, loss=mse_loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), method="sgd", stages="layer",
+        example=some[0][0],
+    )  # fmt: skip
+    assert pipe.stages == 3
+    for x, y in some:
+        loss = mse_loss(plain(x), y)
+        opt.zero_grad()
+        loss.backward()
+        opt.step()
+        assert torch.equal(pipe.push(x, y), loss)
+    assert all(map(torch.equal, made.parameters(), plain.parameters()))
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit")
+@pytest.mark.parametrize("made", [lambda: nn.Sequential(nn.Linear(6, 6), torch.jit.script(nn.Linear(6, 6))), Own])
+def test_modules_of_torch_jit_are_refused(made):
+    model = made()
+    if isinstance(model, Own):
+        model.second = torch.jit.script(model.second)
+    with pytest.raises(TypeError, match=r"model\.(1|second) was made by torch.jit.*give the module of which"):
+        pipeback.Pipeline(
+            model, loss=mse_loss, optimizer=lambda params: torch.optim.SGD(params, lr=0.1), method="sgd",
+            example=torch.randn(2, 6),
+        )  # fmt: skip
