@@ -249,6 +249,17 @@ def test_memory_of_many_forms_is_bounded():
         torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("then", [0, 30])
+def test_memory_of_forms_in_flight_goes_with_them(then):
+    """Of five sizes in flight at once, each has its own; then the last one stays, or all is drained."""
+    make, shape = STAGES["nothing behind"]
+    pipe, told = trained(True, make, shape, [1, 2, 3, 4, 5, *[5] * then])
+    other = trained(False, make, shape, [1, 2, 3, 4, 5, *[5] * then])[1]
+    for stack in pipe._engine.setting.stacks:
+        assert sum(bool(rings.nbytes) for rings in stack._rings.values()) <= KINDS
+    torch.testing.assert_close(told, other, rtol=1e-9, atol=1e-9)
+
+
 @pytest.fixture
 def learnt(monkeypatch):
     """Of every stack, the sizes of micro-batches that graphs were made for, and the rings that there were."""

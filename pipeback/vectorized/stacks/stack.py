@@ -4,8 +4,7 @@ its own micro-batch.
 The stages of a stack may stand anywhere in the pipeline, since no operation of a tick feeds another one of it. A stack
 may be a single stage: then it is the stage as two graphs, without autograd. The weights are rows of tensors (n, …), so
 that methods and optimizers see what they always see (`rows`), while F and B are each one graph over all rows
-(`capture`). Tensors that wait between F and B lie in ring buffers. Rows that are idle at a tick are computed as well,
-and their results are dropped.
+(`capture`). Tensors that wait between F and B lie in ring buffers. Rows that are idle are computed, too, and dropped.
 """
 
 from __future__ import annotations
@@ -36,8 +35,7 @@ from pipeback.vectorized.tracing.capture import Unfit
 from pipeback.vectorized.tracing.forms import Kind, leaves, packed
 from pipeback.vectorized.tracing.graphs import Graphs
 
-# forms of micro-batches that have memory at once, more only while more are in flight. At a change of form two are in
-# flight; where runs of three forms take turns, memory is soon allocated again
+# forms of micro-batches that have memory at once, more only while more are in flight: at a change of form there are two
 KINDS = 2
 
 
@@ -79,6 +77,7 @@ class Stack:
         self.plan = StepPlan(self.rows)
         self.sums = RowSums(self.rows, self.plan)
         self.maker = GraphMaker(stages, self.rows, places, length, options)
+        self._crowded = False  # whether more kinds had memory than should
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F and B of the first stage
         self.apart: set[int] = set()  # those among them that run stage by stage
         self._rings: BoundedCache[Kind, Waiting] = BoundedCache()
@@ -253,12 +252,13 @@ class Stack:
         """As `GraphMaker.flush_gain`."""
         return self.maker.flush_gain(self.known, count)
 
-    def _make_room(self, kind: Kind) -> None:
+    def _make_room(self, kind: Kind | None) -> None:
         """Keep memory for this kind, for those in flight and, if these are few, for the kind before; free all other."""
         busy = {*self._kinds.values(), kind}
         idle = self._rings.idle(busy)
         for old in idle[: max(0, len(busy) + len(idle) - KINDS)]:
             self._rings[old].hold(False)
+        self._crowded = len(busy) > KINDS
 
     # -- which micro-batches run as one ----------------------------------------------------------------------------
 
@@ -343,7 +343,7 @@ class Stack:
                 self.sums.add([grads[n] for n in self.rows.trained], [r for r, _ in some])
             for r, i in some:
                 if not r:
-                    del self._kinds[i]
+                    self.forget(i)
                 stage, flight = self.stages[r], self.stages[r].flights.pop(i)
                 stage.went_backward(flight.options)
                 stage.versions.hand(i, flight)
@@ -393,6 +393,8 @@ class Stack:
         return flight
 
     def forget(self, mb: int) -> None:
-        """Forget a micro-batch, since B of the first stage was done elsewhere."""
+        """Forget a micro-batch, since B of the first stage was done."""
         self._kinds.pop(mb, None)
         self.apart.discard(mb)
+        if self._crowded:
+            self._make_room(self._newest)
