@@ -38,6 +38,10 @@ from pipeback.stages.team import StageGroup
 from pipeback.tensors.copies import to_device
 from pipeback.tensors.weight_list import Weights, copy_all
 
+_WRITTEN = (
+    "; a forward that writes into its weights, as self.weight.clamp_() does under torch.no_grad(), must write into "
+    "their .data, as self.weight.data.clamp_(): after other writes, autograd refuses the backwards that still wait"
+)
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
 
 
@@ -364,4 +368,5 @@ class Worker:
     def failure(self, what: str, stage: Stage, mb: int, error: BaseException) -> StageError:
         """Remember the operation that failed, and return an error that names it."""
         self.failed = what, stage.index, mb
-        return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}", what, stage.index, mb)
+        cure = _WRITTEN if what == "backward" and "modified by an inplace operation" in str(error) else ""
+        return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}{cure}", what, stage.index, mb)

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import pipeback
 from tests.laws.cases import OPTIMIZERS, pipeline
 
 
@@ -61,6 +62,29 @@ def test_what_would_be_lost_is_refused(kind, method, options, why):
         pipeline(model(kind), method, **options).push(x, y)
     for cured in ("pb", "pipedream"):
         pipeline(model(kind), cured).push(x, y)
+
+
+class Counted(nn.Linear):
+    """As `Bounded`, in a way that autograd notices."""
+
+    def forward(self, x):
+        with torch.no_grad():
+            self.weight.clamp_(-0.2, 0.2)
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}], ids=str)
+def test_a_write_that_autograd_counts_is_told_with_its_cure(options):
+    """Without a delay it trains; with one, `Bounded` shows that the cure works."""
+    torch.manual_seed(0)
+    layers = [nn.Sequential(nn.Linear(6, 6), Counted(6, 6)), nn.Linear(6, 6), nn.Linear(6, 6)]
+    pipe = pipeline(nn.Sequential(*layers), "pb", **options)
+    with pytest.raises(pipeback.StageError, match=r"stage 0 \(0\).*inplace operation.*self\.weight\.data\.clamp_\(\)"):
+        for x, y in batches("bounded"):
+            float(pipe.push(x, y))
+    pipe.close()
+    pipe = pipeline(nn.Sequential(*layers), "sgd", **options)
+    assert all(torch.isfinite(pipe.push(x, y)) for x, y in batches("bounded"))
 
 
 class Teacher(nn.Module):
