@@ -171,13 +171,15 @@ def _guarded(stage: Stage, given: Value, target: Any, which: str = "the first mi
     except Refused:
         raise
     except Exception as error:
-        what, cured = _failed(stage, given, target)
+        what, cured = _failed(stage, given, target, error)
         raise ValueError(f"{stage.label}: the {what} failed on {which}: {error}{cured}") from error
 
 
-def _failed(stage: Stage, given: Value, target: Any) -> tuple[str, str]:
+def _failed(stage: Stage, given: Value, target: Any, error: Exception) -> tuple[str, str]:
     """Whether the forward or the loss has failed, and a cure."""
     if stage.judges:
+        if "not have been used in the graph" in str(error):
+            return "loss", "; if it differentiates by the input of an earlier stage, such as the model's, give stages=1"
         with suppress(Exception), torch.no_grad():
             output = judged_output.structured(stage.module, given, stage.call(given))
             return "loss", judged_output.cure(output, for_loss(None, target))

@@ -43,8 +43,34 @@ def judged_apart(vectorize: bool) -> None:
     pipe.step()
 
 
+class Sloping(nn.Module):
+    """Returns its input, too, so that the loss can ask how steep it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(6, 6), nn.Linear(6, 1)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = x.requires_grad_()
+        return self.head(self.first(x).tanh()), x
+
+
+def steepness(output: Any, _: Any) -> torch.Tensor:
+    value, x = output
+    return torch.autograd.grad(value.sum(), x, create_graph=True)[0].square().mean()
+
+
+def sloping(stages: Any) -> Any:
+    return lambda: build(Sloping(), loss=steepness, stages=stages, example=BATCH.clone()).push(BATCH.clone(), BATCH)
+
+
 ROWS: dict[str, Row] = {
     # pushes
+    "a loss that differentiates by the model's input": Row(
+        sloping("layer"),
+        r"the loss failed on.*not have been used in the graph.*by the input of an earlier stage.*give stages=1$",
+        sloping(1),
+    ),
     "a list": Row(
         pushed([BATCH], BATCH),
         "push takes a tensor or a tuple of tensors, but got list",
