@@ -50,7 +50,7 @@ class BufferCopies:
         if any(home.get(key) is not known for _, home, key, known in self._known):
             return True
         now = [t._version for t in self._sources]
-        if self._seen is None and all(torch.equal(copy, source) for copy, source in self._there):
+        if self._seen is None and all(_equal(copy, source) for copy, source in self._there):
             self._seen = now
         return now != self._seen
 
@@ -80,7 +80,17 @@ class BufferCopies:
     @property
     def _there(self) -> list[tuple[Tensor, Tensor]]:
         """The copies whose sources are in this process."""
-        return [(c, t) for c, t in self._copies if not t.is_meta and (t.untyped_storage().size() or not t.numel())]
+        return [(copy, source) for copy, source in self._copies if _is_there(source)]
+
+
+def _is_there(buffer: Tensor) -> bool:
+    if buffer.is_meta or buffer.layout is not torch.strided:
+        return not buffer.is_meta
+    return bool(buffer.untyped_storage().size()) or not buffer.numel()
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a, b) if a.layout is torch.strided else torch.equal(a.to_dense(), b.to_dense())
 
 
 def _home(modules: Mapping[str, nn.Module], name: str) -> Home:
