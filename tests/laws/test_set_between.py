@@ -75,11 +75,11 @@ SETS = {
     "a buffer again": lambda sub: sub.alpha.mul_(3),
     "a buffer once more": lambda sub: sub.alpha.mul_(0.25),
     "nothing": lambda sub: None,
-    "another tensor as a buffer": lambda sub: setattr(sub, "alpha", torch.tensor(0.75, dtype=torch.float64)),
+    "another tensor as a buffer": lambda sub: setattr(sub, "alpha", torch.full_like(sub.alpha, 0.75)),
     "a buffer that was replaced": lambda sub: sub.alpha.add_(0.125),
-    "another tensor": lambda sub: setattr(sub, "offset", torch.full((6,), 0.25, dtype=torch.float64)),
+    "another tensor": lambda sub: setattr(sub, "offset", torch.full_like(sub.offset, 0.25)),
     "an equal tensor, written into": lambda sub: (setattr(sub, "offset", sub.offset.clone()), sub.offset.add_(1.0)),
-    "another tensor in a list": lambda sub: sub.offsets.__setitem__(0, torch.ones(6, dtype=torch.float64)),
+    "another tensor in a list": lambda sub: sub.offsets.__setitem__(0, torch.ones_like(sub.offsets[0])),
 }  # fmt: skip
 
 

@@ -113,7 +113,7 @@ def test_a_normalisation_of_one_value_called_by_keyword():
         def forward(self, x):
             return self.norm(input=x[..., None])[..., 0]
 
-    with pytest.raises(ValueError, match="LayerNorm 'norm' would see one value per group"):
+    with pytest.warns(UserWarning, match="LayerNorm 'norm' normalises over a single value"):
         pipeline(nn.Sequential(One(), nn.Linear(6, 6)), "pb").push(*data(1)[0])
 
 
