@@ -92,9 +92,10 @@ def test_several_micro_batches_per_update():
 # -- what is moved and held --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("ahead", [0, 3, 5])
-@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "pipeoptim-xpipe"])
-@pytest.mark.parametrize("count", [1, 4])
+COUNTED = [(c, a, n) for c in ("pb", "cerebras", "pipedream", "pipeoptim-xpipe") for a in (0, 3, 5) for n in (1, 4)]
+
+
+@pytest.mark.parametrize(("case", "ahead", "count"), mostly_rare(COUNTED, *COUNTED[::5]))
 def test_bytes_predicted_are_bytes_counted(case, ahead, count):
     pipe = pipeline(model(), CASES[case](S), micro_batch_size=3, store=store(ahead), vectorize=True)
     some = iter(doubles(200))
