@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from pipeback.schedules.flushes import FlushSpan
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
-from pipeback.schedules.spans import TickSpan
+from pipeback.schedules.spans import Span
 from pipeback.stages.flight import Flight
 
 
@@ -49,12 +48,17 @@ class Executor(Protocol):
     def record(self, on: bool) -> None:
         """Begin or end measuring operations; raises ValueError if they cannot be measured one by one."""
 
-    def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
+    def leap(self, order: Order, span: Span) -> int:
         """Do as many ticks of a span as possible without any work per stage, or a flush; return their number."""
 
     def begin_flush(self, first: int, count: int, schedule: Schedule) -> bool:
         """Begin the flush of so many micro-batches, as far as it goes before the newest is judged outside; return
         whether it was begun.
+        """
+
+    def begin_turn(self, order: Order) -> bool:
+        """Do all forwards of the newest micro-batch as a turn (`schedules/spans`), before it is judged outside; return
+        whether that was possible.
         """
 
     def land(self) -> None:

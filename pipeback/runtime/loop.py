@@ -55,6 +55,7 @@ class Loop:
         self._before: tuple[dict[str, Any], int, tuple[int, int, int]] = ({}, 1, (0, 0, 0))
         self._marks = Mark(), Mark()  # the states before a push, and before a later micro-batch of it
         self.fresh = True  # whether the next micro-batch begins the schedule anew
+        self.awaited = True  # whether somebody has waited for what was pushed last
         self.pushed = 1  # the micro-batches of the push that began the schedule
         self._rested = True  # whether no operation is running elsewhere
         self._waves: Iterator[Wave] = iter(())  # the operations that may still run, from the updates that are due on
@@ -255,6 +256,7 @@ class Loop:
 
     def settle(self) -> None:
         """Do every operation that may run, except those left in the program of a schedule that has ended."""
+        self.awaited = True
         self._look()
         waves, self._waves = self._waves, iter(())
         self.worker.run(waves if self.fresh else chain(waves, self.order.rest()))
@@ -263,6 +265,7 @@ class Loop:
 
     def reach(self, done: Callable[[], bool]) -> None:
         """Do operations that may run until `done` says so, or none is left."""
+        self.awaited = True
         self._look()
         if not self.fresh:
             self.worker.run(self.order.rest(done))

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from pipeback.runtime.loop import Batch, Loop
-from pipeback.runtime.runners import EventLoop, Read
+from pipeback.runtime.runners import FEW, EventLoop, Read
 from pipeback.schedules.flushes import in_flushes
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
@@ -42,7 +42,7 @@ class OutsideTicks(EventLoop):
         loop, worker, order = self.loop, self.loop.worker, self.loop.order
         loop.reach(_never)
         self._judge, self._mbs = judge, loop.enter(xs, options, expected)
-        if not self._flushed():
+        if not self._flushed() and not self._in_turn():
             worker.run(order.advance(self._mbs.stop, order.at_last))
             worker.executor.land()
             early = worker.last, self._mbs[-1]
@@ -64,6 +64,22 @@ class OutsideTicks(EventLoop):
         if not loop.worker.executor.begin_flush(last, found.every, schedule):
             return False
         order.arrived = mbs.stop  # what goes on next ends the flush
+        return True
+
+    def _in_turn(self) -> bool:
+        """Let these micro-batches, if they are few, go through all stages one by one, the newest as far as its loss;
+        return whether that was done.
+        """
+        loop, order, mbs = self.loop, self.loop.order, self._mbs
+        order.in_turn = len(mbs) <= FEW
+        if not order.in_turn:
+            return False
+        if len(mbs) > 1:
+            loop.worker.run(order.advance(mbs[-1]))
+        if order.turns(mbs.stop) is None or not loop.worker.executor.begin_turn(order):
+            order.in_turn = False
+            return False
+        order.arrived = mbs.stop
         return True
 
     def backward(self, gradients: Sequence[Value]) -> None:

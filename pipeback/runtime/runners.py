@@ -27,6 +27,7 @@ from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 from pipeback.tensors import accelerators
 
+FEW = 4  # micro-batches of a push that go through all stages one by one, if their loss is awaited
 Read = Callable[[list[int] | None], Tensor]  # samples per micro-batch (None: equal weights) -> mean loss of a push
 Command = Callable[[Loop], Any]
 
@@ -132,6 +133,9 @@ class TickLoop(EventLoop):
         mbs = range(first, first + len(batches))
         losses: dict[int, Tensor] = {}
         self.due.update(dict.fromkeys(mbs, losses))
+        loop = self.loop
+        # if the last push was waited for, this one will be: then its first forwards may as well go on to the last stage
+        loop.order.in_turn, loop.awaited = loop.awaited and len(batches) <= FEW, False
         try:
             self.loop.push(batches, options)
         except Dropped:
@@ -140,6 +144,7 @@ class TickLoop(EventLoop):
             raise
 
         def read(sizes: list[int] | None) -> Tensor:
+            loop.awaited = True
             if not known() and not self.closed:
                 self.reach(known)
             if not known():

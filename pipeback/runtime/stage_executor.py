@@ -51,6 +51,10 @@ class StageExecutor:
         """Return False: each operation is done by itself."""
         return False
 
+    def begin_turn(self, order: Order) -> bool:
+        """Return False: each operation is done by itself."""
+        return False
+
     def land(self) -> None:
         """Do nothing: no tick is leapt."""
 

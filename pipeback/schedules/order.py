@@ -19,7 +19,7 @@ from pipeback.schedules.foreseen import Foreseen, richest
 from pipeback.schedules.ops import Kind, Op, Schedule, until
 from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing
-from pipeback.schedules.spans import TickSpan, following, next_span
+from pipeback.schedules.spans import Span, TurnSpan, following, next_span, next_turns
 from pipeback.schedules.split import after, splits
 from pipeback.schedules.warm_up import in_rounds, rounded
 from pipeback.schedules.waves import Ops as Ops  # executors take both from here
@@ -41,7 +41,7 @@ class Order:
     streaming   as sticky; once blocked, one of the last `near` stages that were run, else the one that has most to do
     skewed      ticks; at each, a stage does at most one operation of each kind, of what its neighbours gave it at
                 earlier ticks, so that no operation feeds another. `advance` leaves undone what the first stage need not
-                wait for, and `rest` does it
+                wait for, and `rest` does it. `in_turn`: one micro-batch after the other, where `leap` can do that
     """
 
     def __init__(
@@ -58,9 +58,10 @@ class Order:
         self._random = random.Random(seed)
         self._handed: Ops = ()  # the forwards of the last tick, which may not have been done yet
         # does ticks at which stages do the same, or a flush, and says how many; and is told when others follow
-        self.leap: Callable[[TickSpan | FlushSpan], int] | None = None
+        self.leap: Callable[[Span], int] | None = None
         self.landed: Callable[[], None] = lambda: None
         self.by_group = by_group
+        self.in_turn = False
         self.restart(schedule)
 
     def restart(self, schedule: Schedule) -> None:
@@ -299,10 +300,14 @@ class Order:
         busy, foreseen = True, None
         while busy and not (until_input and self._idles()) and not (done is not None and done()):
             self._handed, told, foreseen = (), foreseen, None
-            if self.leap is not None and (span := told or self._span()) and (leapt := self.leap(span)):
-                self.skip(span, leapt)
-                foreseen = following(span, self.forwards, self.backwards, self.backwards, self.arrived - self.start)
-                continue
+            if self.leap is not None and (span := told or self._span()):
+                if leapt := self.leap(span):
+                    self.skip(span, leapt)
+                    foreseen = following(span, self.forwards, self.backwards, self.backwards, self.arrived - self.start)
+                    continue
+                if isinstance(span, TurnSpan):  # then by ticks
+                    self.in_turn = False
+                    continue
             self._land()
             busy = False
             came = [self.arrived - self.start, *self.forwards]
@@ -335,13 +340,20 @@ class Order:
             return self.forwards[0] >= self.arrived - self.start
         return self._heads[0] is not None and self._awaits_input(0, self._heads[0])
 
-    def _span(self) -> TickSpan | FlushSpan | None:
+    def _span(self) -> Span | None:
         if isinstance(flow := self._flow, Flushes):
             return self._group(flow) if self.by_group else None
-        if flow is None or not flow.turns or self.backwards[0] < flow.begins:
+        return (self.turns(self.arrived) if self.in_turn else None) or self._in_rounds(next_span, self.arrived)
+
+    def turns(self, arrived: int) -> TurnSpan | None:
+        """Return the micro-batches that can go through all stages one by one, once so many have arrived."""
+        return self._in_rounds(next_turns, arrived)
+
+    def _in_rounds(self, find: Callable[..., Any], arrived: int) -> Any:
+        if (flow := self._flow) is None or not flow.turns or self.backwards[0] < flow.begins:
             return None
         updated = self.updated if flow.every == 1 else self.backwards  # a tick has the updates that are due
-        return next_span(flow.turns, self.forwards, self.backwards, updated, self.arrived - self.start)
+        return find(flow.turns, self.forwards, self.backwards, updated, arrived - self.start)
 
     def _group(self, flow: Flushes) -> FlushSpan | None:
         """Return the group that begins now; if one can soon, leave the forwards after it until it does."""
@@ -353,7 +365,7 @@ class Order:
                 self._heads[s] = next(self._programs[s], None)
         return next_flush(flow, self.forwards, self.backwards, self.updated, arrived)
 
-    def skip(self, span: TickSpan | FlushSpan, ticks: int) -> None:
+    def skip(self, span: Span, ticks: int) -> None:
         """Count as done so many ticks of a span."""
         every, step = span.stages, span.stages.step
         some = slice(every.start, every.stop, step) if ticks == 1 else slice(None)

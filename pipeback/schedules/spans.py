@@ -5,6 +5,9 @@ stage 0 and take in a stage more at each tick; before one they end with the last
 micro-batches gone forward and backward at each stage s of S, D its delay:
 
     between two rounds    f − b = D                active    f < f of s − 1: an input waits; b < b of s + 1: a gradient
+
+Where each loss is awaited before the next micro-batch comes, no two stages can do F at once. Then micro-batches take
+turns: one goes forward through all stages, and after that B and U of all stages do not depend on each other.
 """
 
 from __future__ import annotations
@@ -26,6 +29,36 @@ class TickSpan(NamedTuple):
 
     stages: range
     ticks: int
+
+
+class TurnSpan(NamedTuple):
+    """So many micro-batches, here called ticks, that go one by one through all stages of a pipeline that is full: F of
+    one stage after the other, then B and U of all.
+    """
+
+    stages: range
+    ticks: int
+
+
+Span = TickSpan | TurnSpan | FlushSpan
+
+
+def next_turns(
+    turns: int, forwards: Sequence[int], backwards: Sequence[int], updated: Sequence[int], arrived: int
+) -> TurnSpan | None:
+    """Return the micro-batches that can take turns now; None if stages have gone forward with different ones.
+
+    The arguments are those of `next_span`.
+
+    >>> next_turns(1, [9, 9, 9], [5, 7, 9], [5, 7, 9], 11)
+    TurnSpan(stages=range(0, 3), ticks=2)
+    """
+    last, slack = len(forwards) - 1, 3 - turns
+    if arrived == forwards[0] or backwards != updated or forwards.count(forwards[0]) <= last:
+        return None
+    if list(map(sub, forwards, backwards)) != list(range(slack * last, -1, -slack)):
+        return None
+    return TurnSpan(range(last + 1), arrived - forwards[0])
 
 
 def next_span(
@@ -63,17 +96,17 @@ def next_span(
 
 
 def following(
-    span: TickSpan | FlushSpan, forwards: Sequence[int], backwards: Sequence[int], updated: Sequence[int], arrived: int
+    span: Span, forwards: Sequence[int], backwards: Sequence[int], updated: Sequence[int], arrived: int
 ) -> TickSpan | None:
     """Return what `next_span` would after one tick of a span of neighbouring stages, where turns = 1: the ends of the
-    span tell; None where they do not, nor after a flush. The numbers are those after the tick.
+    span tell; None where they do not, nor after a flush or turns. The numbers are those after the tick.
 
     >>> following(TickSpan(range(0, 2), 1), [9, 8, 7], [5, 6, 7], [5, 6, 7], 9)
     TickSpan(stages=range(1, 3), ticks=1)
     """
     first, end, count = span.stages.start, span.stages.stop, len(forwards)
     if (
-        isinstance(span, FlushSpan) or span.ticks > 1 or forwards[0] - backwards[0] < 2 * (count - 1)
+        not isinstance(span, TickSpan) or span.ticks > 1 or forwards[0] - backwards[0] < 2 * (count - 1)
     ):  # even and odd stages take turns
         return None
     if forwards[first] >= (forwards[first - 1] if first else arrived):

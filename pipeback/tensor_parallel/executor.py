@@ -45,6 +45,10 @@ class TensorExecutor:
         """Return False: each operation is done by itself."""
         return False
 
+    def begin_turn(self, order: Order) -> bool:
+        """Return False: each operation is done by itself."""
+        return False
+
     def land(self) -> None:
         """Do nothing: no tick is leapt."""
 

@@ -14,7 +14,7 @@ from pipeback.runtime.worker import Worker
 from pipeback.schedules.flushes import FlushSpan
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
-from pipeback.schedules.spans import TickSpan
+from pipeback.schedules.spans import Span, TickSpan
 from pipeback.stages.flight import Flight
 from pipeback.vectorized.flushes.whole_flush import WholeFlush, able
 from pipeback.vectorized.stacks.stack import Stack
@@ -48,7 +48,7 @@ class StackExecutor:
         if on:
             raise ValueError("record: stages that run as one cannot be measured apart; build it with vectorize=False")
 
-    def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
+    def leap(self, order: Order, span: Span) -> int:
         """Do as many ticks of a span as possible without any work per stage, or a flush; return their number.
 
         The order counts them. `land` comes before anything else is done.
@@ -57,15 +57,33 @@ class StackExecutor:
         if self._whole is not None and self._whole.begun:
             self._whole.end()
             return span.ticks
+        if self._steady is not None and self._steady.begun:
+            return self._steady.run_in_turn(order, span)  # type: ignore[arg-type]
         if self._watched or worker.early or not self.stacks or not worker.residence.joins:
             return 0
         if isinstance(span, FlushSpan):
             return self._flush(order, span)
-        if worker.samples or worker.clip_norm or worker.clip_value or self._mixed:
+        if (steady := self._leaps()) is None:
             return 0
+        return steady.run(order, span) if isinstance(span, TickSpan) else steady.run_in_turn(order, span)
+
+    def _leaps(self) -> Steady | None:
+        """Return what does whole ticks; None if none can be done now."""
+        worker = self.worker
+        if worker.samples or worker.clip_norm or worker.clip_value or self._mixed:
+            return None
         if self._steady is None:
             self._steady = Steady(worker, self.judged, self.stacks)
-        return self._steady.run(order, span)
+        return self._steady
+
+    def begin_turn(self, order: Order) -> bool:
+        """Do all forwards of the newest micro-batch, whose loss is computed outside; return whether that was possible.
+        The next `leap` does the rest.
+        """
+        if self._watched or not self.stacks or not self.worker.residence.joins:
+            return False
+        steady = self._leaps()
+        return steady is not None and steady.begin_turn(order)
 
     def _flush(self, order: Order, span: FlushSpan) -> int:
         worker = self.worker

@@ -30,6 +30,10 @@ class HeldTensors(Waiting):
         """Return the tensors that F has saved, and hold them no longer."""
         return self._taken(self.slot_of(*some[0]))
 
+    def lines(self, some: Turns) -> Tensor:
+        """Raise an error: there are no rows."""
+        raise IndexError(some)
+
     def put(self, f: int, saved: Sequence[Tensor]) -> None:
         """Keep the tensors that F saves for B at this tick."""
         self._keep((f - 2 * self.at[0]) % self.length, saved)

@@ -101,7 +101,7 @@ class RingBuffers(Waiting):
 
     def leave(self, saved: Sequence[Tensor], some: Turns) -> None:
         """Keep the tensors that F saves for B, of these rows."""
-        places, rows = self._places(some), None if len(some) == self.rows else [r for r, _ in some]
+        places, rows = self.lines(some), None if len(some) == self.rows else [r for r, _ in some]
         for ring, t, dim in zip(self.saved, saved, self.folds, strict=True):
             value = unfolded(t, dim, self.rows)
             ring.view(self.length * self.rows, -1).index_copy_(0, places, value if rows is None else value[rows])
@@ -116,6 +116,10 @@ class RingBuffers(Waiting):
             found = [ring.view(self.length * self.rows, -1).index_select(0, places) for ring in self.saved]
         each = zip(found, self.shapes, self.folds, strict=True)
         return [folded(t, shape, dim) if dim else t.view(shape) for t, shape, dim in each]
+
+    def lines(self, some: Turns) -> Tensor:
+        """Return the places of these rows, as row numbers of matrices (slots · n, elements)."""
+        return self._places(some)
 
     # -- at a tick at which a stage with place p does F of micro-batch f − p and B of b + p -----------------------
 

@@ -58,6 +58,10 @@ class Waiting(ABC):
     def back(self, some: Turns) -> Sequence[Tensor]:
         """Return the tensors that F has saved, of these rows; what they say of other rows is undefined."""
 
+    @abstractmethod
+    def lines(self, some: Turns) -> Tensor:
+        """Return the places of these rows, as row numbers of matrices (slots · n, elements)."""
+
     # -- of all rows, at a tick at which a stage does F of micro-batch f − p and B of b + p ---------------------------
 
     @abstractmethod

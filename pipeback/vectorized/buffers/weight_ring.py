@@ -7,13 +7,14 @@ of a tick, which are of different micro-batches, lie in one slot.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipeback.stages.stage import Stage
 from pipeback.tensors.weight_list import Weights
-from pipeback.vectorized.buffers.waiting import Waiting
+from pipeback.vectorized.buffers.waiting import Turns, Waiting
 from pipeback.vectorized.steps.rows import Rows
 
 
@@ -46,22 +47,41 @@ class WeightRing:
         """Keep the weights on which F is going to run. shifted: these, if they are not the newest. rows: they are those
         of the rows from one up to another; None: of all.
         """
-        self.owned = shifted is not None
-        if not self.rings:
+        if len(self.rows.stages) == 1 or not self.rings:
+            self.keep_of([(0, f - self.like.at[0])], shifted)
             return
-        if not self._from:
+        some = slice(None) if rows is None else slice(*rows)
+        self._keep(self.like.places(f)[some], shifted, some)
+
+    def keep_of(self, turns: Turns, shifted: Sequence[Tensor] | None = None) -> None:
+        """Keep the weights on which F of these (row, micro-batch) is going to run, one of each row."""
+        if self.rings and not self._from:
             source = self.rows.stepped if shifted is None else list(shifted)
-            torch._foreach_copy_(self._slots[(f - 2 * self.like.at[0]) % self.length], source)
-            return
-        places, some = self.like.places(f), slice(None) if rows is None else slice(*rows)
+            torch._foreach_copy_(self._slots[self.like.slot_of(*turns[0])], source)
+        self._keep(self.like.lines(turns) if self._from else None, shifted)
+
+    def _keep(self, places: Any, shifted: Sequence[Tensor] | None, some: slice = slice(None)) -> None:
+        self.owned = shifted is not None
         for n, (to, w) in enumerate(zip(self._to, self._from, strict=True)):
-            to.index_copy_(0, places[some], w[some] if shifted is None else shifted[n].flatten(1))
+            to.index_copy_(0, places, w[some] if shifted is None else shifted[n].flatten(1))
 
     def used(self, b: int, rows: tuple[int, int] | None = None) -> list[Tensor]:
         """Return all weights for B, as F used them."""
         found, some = list(self.rows.weights), self.slots(b)
         if rows is not None:
             found, some = [w[slice(*rows)] for w in found], [w[slice(*rows)] for w in some]
+        for n, w in zip(self.rows.trained, some, strict=True):
+            found[n] = w
+        return found
+
+    def used_of(self, turns: Turns) -> list[Tensor]:
+        """Return all weights for B of these (row, micro-batch), one of each row."""
+        found = list(self.rows.weights)
+        if self._from:
+            lines = self.like.lines(turns)
+            some = [to.index_select(0, lines).view(ring.shape[1:]) for to, ring in zip(self._to, self.rings, strict=True)]
+        else:
+            some = list(self._slots[self.like.slot_of(*turns[0])])
         for n, w in zip(self.rows.trained, some, strict=True):
             found[n] = w
         return found

@@ -73,7 +73,22 @@ class EagerTick:
         ("B"), as soon as they are there. drift, before: δ, an average of w' − w along which B is shifted, and memory
         for the weights before the step.
         """
-        tensors, (forward, backward, made, outputs, *_) = self.tensors, self.graphs
+        forward, outputs = self.graphs.forward, self.graphs.outputs
+        fore = self.fore(f, step, room, drift, before)
+        saved = room.left(b)
+        try:
+            sent = forward(*fore, *xs)
+        except Exception as error:
+            raise self._failed("forward", f, error) from error
+        give("F", list(sent[:outputs]))
+        self.back(b, fore, saved, gs, step, joint, room, give, drift, before)
+        room.put(f, sent[outputs:])
+
+    def fore(
+        self, f: int, step: AnyStep, room: WaitingRoom, drift: Sequence[Tensor] = (), before: Sequence[Tensor] = ()
+    ) -> list[Tensor]:
+        """Return the weights on which F is going to run, and keep what is needed of them."""
+        tensors = self.tensors
         fore = tensors.shifted(step.ahead, drift or None) if room.fore is None else room.fore(f)
         if isinstance(step, SummedStep):
             step.shift([fore[n] for n in tensors.trained])
@@ -81,12 +96,23 @@ class EagerTick:
             room.keep(f, [fore[n] for n in tensors.trained] if step.ahead else None)
         if step.drift:
             torch._foreach_copy_(list(before), tensors.stepped)
-        saved = room.left(b)
-        try:
-            sent = forward(*fore, *xs)
-        except Exception as error:
-            raise self._failed("forward", f, error) from error
-        give("F", list(sent[:outputs]))
+        return fore
+
+    def back(
+        self,
+        b: int,
+        fore: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        gs: Callable[[], Sequence[Tensor]],
+        step: AnyStep,
+        joint: JointStep,
+        room: WaitingRoom,
+        give: Callable[[Literal["F", "B"], list[Any]], None],
+        drift: Sequence[Tensor] = (),
+        before: Sequence[Tensor] = (),
+    ) -> None:
+        """Do B and U, or leave U to the joint step. fore: what `fore` gave. saved: by F for this B."""
+        tensors, (_, backward, made, *_) = self.tensors, self.graphs
         then = None if room.used is None else room.used(b)
         if then is not None:
             views = made(*then)
@@ -108,7 +134,6 @@ class EagerTick:
             give("B", list(found[len(tensors.weights) :]))
             tensors.move(step, [found[n] for n in tensors.trained], used=then and [then[n] for n in tensors.trained])
         drifted(drift, before, tensors.stepped, step.drift)
-        room.put(f, sent[outputs:])
 
     @staticmethod
     def _undoes(step: Step, room: WaitingRoom, drift: Sequence[Tensor]) -> bool:

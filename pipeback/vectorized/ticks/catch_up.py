@@ -27,7 +27,7 @@ Used = tuple[Sequence[int], Sequence[int]]  # the versions of its weights on whi
 
 class Rounds:
     """The rounds of the stages of a worker. done: per stage, their number. f, b: per stage, the micro-batch of the
-    first F and of the first B. turns: 1, or 2 where even and odd stages take turns.
+    first F and of the first B. turns: 1, or 2 where even and odd stages take turns; 0: micro-batches do.
     """
 
     def __init__(
@@ -131,6 +131,6 @@ class Rounds:
         )
         stages, backward = who // 2, who % 2
         lead = torch.tensor([f - b for f, b in zip(self.f, self.b, strict=True)], device="cpu")[stages]  # of F before B
-        ticks = self.turns * (mbs + backward * lead) + stages
+        ticks = self.turns * (mbs + backward * lead) + stages if self.turns else mbs + backward * lead
         at = torch.argsort((2 * ticks + backward) * self.worker.count + stages)
         return who[at].tolist(), mbs[at].tolist(), versions[at].tolist()

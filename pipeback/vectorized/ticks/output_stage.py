@@ -4,7 +4,7 @@ the pipeline, between them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,9 @@ from pipeback.vectorized.steps.rows import Rows
 from pipeback.vectorized.ticks.loss_stage import form
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
 from pipeback.vectorized.tracing.graphs import direct
+
+
+Left = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, outputs, and what F has saved
 
 
 class OutputStage:
@@ -34,10 +37,19 @@ class OutputStage:
 
     def eager(self, x: Any, step: AnyStep, judged: Callable[[Any], Any]) -> tuple[Any, list[Tensor]]:
         """Return the gradient of the input, and those of the weights. judged: its output -> the gradient of that."""
+        output, left = self.forward(x, step)
+        return self.backward(left, judged(output))
+
+    def forward(self, x: Any, step: AnyStep) -> tuple[Any, Left]:
+        """Return the output, and what waits for the backward."""
         graphs, weights = self._graphs, self.rows.whole.shifted(step.ahead)
         found = graphs.forward(*weights, *leaves(x))
         ys, saved = found[: graphs.outputs], found[graphs.outputs :]
-        gs = leaves(judged(packed(ys, graphs.packs)))
+        return packed(ys, graphs.packs), (weights, ys, saved)
+
+    def backward(self, left: Left, gradient: Any) -> tuple[Any, list[Tensor]]:
+        """Return the gradient of the input, and those of the weights. gradient: of the output."""
+        graphs, (weights, ys, saved), gs = self._graphs, left, leaves(gradient)
         given = [torch.zeros_like(ys[n]) if gs[n] is None else gs[n].contiguous() for n in graphs.gives]
         back = graphs.backward(*saved, *graphs.made(*weights), *given)
         return packed(back[len(weights) :], self._packed), [back[n] for n in self.rows.trained]

@@ -16,7 +16,7 @@ from pipeback.private import listened
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
 from pipeback.schedules.programs import Flowing
-from pipeback.schedules.spans import TickSpan
+from pipeback.schedules.spans import TickSpan, TurnSpan
 from pipeback.stages.tracing_lock import TRACING
 from pipeback.tensors.copies import to_device
 from pipeback.vectorized.buffers.waiting import Waiting
@@ -30,6 +30,8 @@ from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.rows import Rows
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.ticks.fused_tick import fused
+from pipeback.vectorized.ticks.in_turn import Ends, InTurn
+from pipeback.vectorized.ticks.in_turn_run import InTurnRun
 from pipeback.vectorized.ticks.loss_stage import LossStage, form
 from pipeback.vectorized.ticks.output_stage import OutputStage
 from pipeback.vectorized.ticks.steady_run import SteadyRun
@@ -38,6 +40,8 @@ from pipeback.vectorized.ticks.updates_by_group import UpdatesByGroup
 from pipeback.vectorized.ticks.wiring import Where, wire
 from pipeback.vectorized.tracing.capture import Unfit, capture_loss_stage
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves
+
+Rings = tuple[Waiting, ...]
 
 
 class Steady:
@@ -56,10 +60,11 @@ class Steady:
         self._seen = False  # whether nobody can have changed that since
         self._undecided = False  # whether there was no input yet to make that graph for
         self._asked = AskedSteps(worker)
-        self._moving: BoundedCache[tuple[Waiting, ...], tuple[list[StackTick], Where]] = BoundedCache()
+        self._moving: BoundedCache[Rings, tuple[list[StackTick], Where]] = BoundedCache()
         self._judges: BoundedCache[Any, LossStage | OutputStage | None] = BoundedCache()
         self._plan: StepPlan | None = None  # of the last stage
-        self._judged: Any = None  # an input of the last stage
+        self._in_turn: InTurnRun | None = None  # the turns of the run, where micro-batches take turns
+        self._given: BoundedCache[Rings, Any] = BoundedCache()  # inputs of the last stage, by what its stacks are given
         self._fused: BoundedCache[tuple[Any, ...], Any] = (
             BoundedCache()
         )  # by the stacks, the stage with the loss, and the form of the steps
@@ -70,12 +75,7 @@ class Steady:
         every = range(span.stages.start % span.stages.step, self.worker.count, span.stages.step)
         if not self.turns or (compile is not None and (self.plain or len(span.stages) < len(every))):
             return 0
-        if self._run is not None and (self._run.long or self._undecided or self._outdated()):
-            self.finish()
-        if self._run is None:
-            with TRACING:
-                self._run = self._begin(order)
-        run = self._run
+        run = self._going(order, in_turn=False)
         if run is None:
             return 0
         done: list[None] = []
@@ -87,6 +87,51 @@ class Steady:
             order.skip(span, len(done))
             raise
         return len(done)
+
+    def run_in_turn(self, order: Order, span: TurnSpan) -> int:
+        """Run as many of these micro-batches as possible in turn, and return their number."""
+        done: list[None] = []
+        try:
+            if self._turns(order) and self._in_turn is not None:
+                self._in_turn.go(span._replace(ticks=1) if self._undecided else span, done)
+                self._given[self._in_turn.key] = self._in_turn.given
+        except BaseException:
+            self.finish()
+            order.skip(span, len(done))
+            raise
+        return len(done)
+
+    def begin_turn(self, order: Order) -> bool:
+        """Do all forwards of the next micro-batch, whose loss is computed outside; return whether that was possible.
+        Then `run_in_turn` does the rest.
+        """
+        return self._turns(order) and self._in_turn is not None and self._in_turn.begin(outside=True)
+
+    @property
+    def begun(self) -> bool:
+        """Whether the loss of a micro-batch is computed outside now."""
+        return self._in_turn is not None and self._in_turn.begun
+
+    def _turns(self, order: Order) -> bool:
+        """Whether micro-batches can take turns."""
+        if self.begun:
+            return True
+        alone = len(self.worker.stages) == self.worker.count
+        if not self.turns or self.plain or not alone or self.stacks[0].maker.fuse is not None:
+            return False
+        return self._going(order, in_turn=True) is not None
+
+    def _going(self, order: Order, *, in_turn: bool) -> SteadyRun | None:
+        """Return the run that goes on, or a new one; None where none can be."""
+        run = self._run
+        if run is not None:
+            other = (self._in_turn is not None) != in_turn
+            if other or run.long or self._undecided or self._outdated():
+                self.finish()
+        if self._run is None:
+            with TRACING:
+                self._run = self._begin(order, in_turn=in_turn)
+        return self._run
 
     def look(self) -> None:
         """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
@@ -101,23 +146,27 @@ class Steady:
 
     def finish(self) -> None:
         """Bring flights, versions, options and the ledger up to date, before others look at them."""
-        run, self._run = self._run, None
+        run, self._run, self._in_turn = self._run, None, None
         if run is not None:
             for stack in self.stacks:
                 stack.leaps = bool(run.turns[0].steps)
             run.finish()
 
-    def _begin(self, order: Order) -> SteadyRun | None:
+    def _begin(self, order: Order, *, in_turn: bool) -> SteadyRun | None:
         ready = self._ready()
         if ready is None:
             return None
         forwards = [order.start + i for i in order.forwards]
         backwards = [order.start + i for i in order.backwards]
-        groups = self._by_group(order.start) if self.every > 1 else None
-        run = SteadyRun(self.worker, self.judged, self._asked, *ready, self.turns, forwards, backwards, groups)
-        judge, self._undecided = None, False
+        line = self._line(*ready, (forwards, backwards)) if in_turn else None
+        if in_turn and line is None:
+            return None
+        groups, turns = self._by_group(order.start) if self.every > 1 else None, 1 if in_turn else self.turns
+        run = SteadyRun(self.worker, self.judged, self._asked, *ready, turns, forwards, backwards, groups, line)
+        judge, self._undecided, key = None, False, tuple(one.rings for one in ready[0])
+        x = self.worker.link.box.get(("F", self.last.index, forwards[-1]), self._given.get(key))
         if self._may_judge and not self.plain:
-            x = self._judged = self.worker.link.box.get(("F", self.last.index, forwards[-1]), self._judged)
+            self._given[key] = x
             if x is None:
                 self._undecided = True  # after one tick there is an input to make a graph for
             else:
@@ -125,7 +174,15 @@ class Steady:
         self._mode = self._modes()
         run.take(judge, self._plan)
         run.begin()
+        self._in_turn = None if line is None else InTurnRun(run, line, key, x)
         return run
+
+    def _line(self, moving: Sequence[StackTick], where: Where, ends: Ends) -> InTurn | None:
+        """Return what lets micro-batches take turns: all stages but the last are in stacks, which can do F by rows."""
+        last = self.worker.last
+        if len(where) < last or last in where or not all(one.divides() for one in moving):
+            return None
+        return InTurn(self.worker, moving, where, ends)
 
     def _by_group(self, start: int) -> UpdatesByGroup:
         """Return what makes the updates where they are of several micro-batches. start: the first micro-batch since the

@@ -22,7 +22,6 @@ from pipeback.stages.joint_optimizer import Options
 from pipeback.tensors.copies import to_device
 from pipeback.vectorized.buffers.version_ring import EntryVersions
 from pipeback.vectorized.making.cuda_graph import CudaGraphed
-from pipeback.vectorized.stacks.eager_tick import drifted
 from pipeback.vectorized.steps.asked_steps import AskedSteps
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.own_step import OwnStep
@@ -31,6 +30,8 @@ from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.step_form import count
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.ticks.catch_up import Rounds
+from pipeback.vectorized.ticks.in_turn import InTurn
+from pipeback.vectorized.ticks.judging import Asked, Judge, Judging
 from pipeback.vectorized.ticks.loss_stage import LossStage, form
 from pipeback.vectorized.ticks.output_stage import OutputStage
 from pipeback.vectorized.ticks.tick import Parts, StackTick
@@ -40,7 +41,6 @@ from pipeback.vectorized.ticks.wiring import Where, give, take
 from pipeback.vectorized.tracing.forms import packed
 
 LIMIT = 1024  # rounds after which a run ends, since it holds the options of its micro-batches
-Asked = tuple[int, Any, Any] | None  # a micro-batch, the input and the target of its loss
 Compiled = Callable[..., Any]  # returns a compiled tick
 Given = tuple[Parts, Callable[[], Parts]]  # see `StackTick.given`
 
@@ -61,16 +61,21 @@ class SteadyRun:
         f: Sequence[int],
         b: Sequence[int],
         groups: UpdatesByGroup | None = None,
+        line: InTurn | None = None,
     ) -> None:
-        """groups: None: every round has an update, which is part of its tick."""
+        """groups: None: every round has an update, which is part of its tick. line: lets micro-batches take turns; then
+        turns = 1.
+        """
         self.worker, self.judged, self.asked, self.moving, self.where = worker, judged, asked, list(moving), where
-        self.count, self._joint, self.groups = turns, JointStep(), groups
+        self.count, self.joint, self.groups = turns, JointStep(), groups
+        self.judging = Judging(worker, judged, self.joint, asked.along)
+        self.line = line
         # of each stage, the next micro-batches; to these come the rounds of its turn
         self.f, self.b = list(f), list(b)
         self.entered = EntryVersions(worker.start, worker.base, 3 - turns) if worker.method.needs_entry else None
         self._began = list(f), list(b)
         self.turns: list[Turn] = []  # of the even stages, and of the odd ones
-        self.judge: LossStage | OutputStage | None = None
+        self.judge: Judge | None = None
         first = worker.stages[worker.first]
         self.options: dict[int, Options] = {i: flight.options for i, flight in first.flights.items()}
         self.uniform = self._looked = False
@@ -87,7 +92,7 @@ class SteadyRun:
         """Whether it has gone on for so long that it should end."""
         return max(self.rounds(self.worker.first), self.rounds(self.worker.last)) >= LIMIT
 
-    def take(self, judge: LossStage | OutputStage | None, plan: StepPlan | None) -> None:
+    def take(self, judge: Judge | None, plan: StepPlan | None) -> None:
         """Run the last stage as this graph, if its F and B run on the same weights. plan: that of the last stage."""
         last = self.worker.last
         if judge is not None and plan is not None:
@@ -115,7 +120,10 @@ class SteadyRun:
                     one.take_weights(self.entered)
                 if self.asked.along in one.stack.stages[0].state:
                     one.take_drift(self.asked.along)
-            take(self.moving, self.where, self._next(), self.worker.link.box)
+            if self.line is not None:
+                self.line.begin(self.b)
+            else:
+                take(self.moving, self.where, self._next(), self.worker.link.box)
 
     def look(self) -> None:
         """Note that micro-batches may have come, and that the user may have changed the optimizers or their state."""
@@ -123,7 +131,7 @@ class SteadyRun:
         for turn in self.turns:
             turn.look()
 
-    def _see(self) -> bool:
+    def see(self) -> bool:
         """Take in what has changed; return whether whole rows can still be stepped."""
         if not self._looked:
             self._grow()
@@ -131,7 +139,7 @@ class SteadyRun:
                 return False
             with torch.no_grad():
                 for turn in self.turns:
-                    for plan, step in zip(turn.plans, self._steps(turn) or (), strict=False):
+                    for plan, step in zip(turn.plans, self.steps(turn) or (), strict=False):
                         plan.rows.whole.kept(step)
                         plan.rows.alone = True
             self._looked = True
@@ -154,7 +162,7 @@ class SteadyRun:
     def go(self, span: TickSpan, compiled: Compiled | None, done: list[None]) -> None:
         """Run ticks of a span, and append to `done` for each; stop at inputs or options that need a new decision."""
         turn, mine = self.turns[span.stages.start % self.count], self._mine(span.stages)
-        if not self._see():
+        if not self.see():
             return
         if not mine and span.ticks == 1:  # a tick of other workers
             done.append(None)
@@ -190,7 +198,7 @@ class SteadyRun:
 
     def _ready(self, turn: Turn, stages: range) -> bool:
         """Whether these stages of a turn can be stepped at once, and their inputs have the same form as before."""
-        if self._steps(turn) is None:
+        if self.steps(turn) is None:
             return False
         box, f, k = self.worker.link.box, self.f, turn.rounds
         for one, kind, s in turn.entering:
@@ -204,7 +212,7 @@ class SteadyRun:
         target = [box["Y", s, f[s] + k]] if turn.judge.stage.judges else []
         return form(box["F", s, f[s] + k], *target) == turn.judge.form
 
-    def _steps(self, turn: Turn) -> list[AnyStep] | None:
+    def steps(self, turn: Turn) -> list[AnyStep] | None:
         """Return the steps of each stack's weights, and then of the last stage's, at the next tick of a turn."""
         if turn.steps and self.uniform and not turn.varies and self.groups is None:
             return turn.steps
@@ -225,7 +233,7 @@ class SteadyRun:
         step = self.asked.step(plan, fore, back, rounds)
         return step if self.groups is None else self.groups.step(step, plan.stages, self.f, rounds)
 
-    def _question(self, turn: Turn) -> Asked:
+    def question(self, turn: Turn) -> Asked:
         """Return the micro-batch that the last stage judges now."""
         assert turn.judge is not None
         s, link = turn.judge.stage.index, self.worker.link
@@ -249,7 +257,7 @@ class SteadyRun:
         # before anything of this tick replaces it
         given = [part.one.given(part.rows, *self._ticks(part, k), messages, awaited) for part in parts]
         judges = turn.judge is not None and worker.last in stages
-        asked = self._question(turn) if judges else None
+        asked = self.question(turn) if judges else None
         with torch.no_grad():
             gx = (self._one_by_one if turn.fused is None else self._fused)(turn, parts, given, asked, stages)
             if asked is not None:
@@ -281,54 +289,19 @@ class SteadyRun:
         return self.f[s] + rounds + place, self.b[s] + rounds - place
 
     def _one_by_one(
-        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[Given], asked: Asked, stages: range
+        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[Given], asked: Asked | None, stages: range
     ) -> Any:
         """Run the stacks one after the other. Returns the gradient of the last stage's input."""
-        gx = None if asked is None else self._judge(turn, asked)
+        assert asked is None or turn.judge is not None
+        gx = None if asked is None else self.judging.whole(turn.judge, turn.steps[-1], asked)  # type: ignore[arg-type]
         for part, some in zip(parts, given, strict=True):
             leave, ticks = partial(self._leave, turn, part.one, stages), self._ticks(part, turn.rounds)
-            part.one.eager(part.rows, *ticks, some, turn.steps[part.number], self._joint, leave)
-        self._joint.make()
+            part.one.eager(part.rows, *ticks, some, turn.steps[part.number], self.joint, leave)
+        self.joint.make()
         return gx
-
-    def _judge(self, turn: Turn, asked: Asked) -> Any:
-        """Run the last stage. Returns the gradient of its input."""
-        judge, step, joint = turn.judge, turn.steps[-1], self._joint
-        assert judge is not None and asked is not None
-        i, x, target = asked
-        before = self._before(judge, step)
-        if isinstance(judge, OutputStage):  # an error of who judges it is theirs
-            gx, grads = judge.eager(x, step, partial(self._outside, i))
-        else:
-            try:
-                loss, gx, grads = judge.eager(x, target, step)
-            except Exception as error:
-                raise self.worker.failure("forward", judge.stage, i, error) from error
-            self.judged(i, loss)
-        if isinstance(step, Step) and not step.drift and joint.fits(judge.rows.whole, step):
-            joint.add(judge.rows.whole, step, grads)
-        else:
-            judge.rows.whole.move(step, grads)
-        self._drift(judge, before, step)
-        return gx
-
-    @staticmethod
-    def _before(judge: LossStage | OutputStage, step: AnyStep) -> list[Tensor]:
-        """Return copies of the last stage's weights before they are stepped, if δ is to follow them."""
-        return [w.clone() for w in judge.rows.stepped] if step.drift else []
-
-    def _drift(self, judge: LossStage | OutputStage, before: Sequence[Tensor], step: AnyStep) -> None:
-        """Let the last stage's δ follow its weights."""
-        if step.drift:
-            drifted(judge.rows.state(self.asked.along), before, judge.rows.stepped, step.drift)
-
-    def _outside(self, i: int, output: Any) -> Any:
-        """Have the output of the last stage judged outside; return its gradient."""
-        self.judged(i, output)
-        return self.worker.link.recv("B", self.worker.last, i)
 
     def _fused(
-        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[Given], asked: Asked, stages: range
+        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[Given], asked: Asked | None, stages: range
     ) -> Any:
         """Run the compiled function of the turn. Returns the gradient of the last stage's input."""
         fused, judge, gx = turn.fused, turn.judge, None
@@ -342,7 +315,7 @@ class SteadyRun:
         if isinstance(judge, LossStage) and asked is not None:
             each.append(judge.changing(*asked[1:]))
         judged = isinstance(judge, LossStage) and asked is not None
-        before = self._before(judge, turn.steps[-1]) if judge is not None and judged else []
+        before = self.judging.before(judge, turn.steps[-1]) if judge is not None and judged else []
         try:
             found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
         except Exception as error:
@@ -359,7 +332,7 @@ class SteadyRun:
             self._leave(turn, one, stages, "B")
         if isinstance(judge, LossStage) and asked is not None:
             loss, gxs = found[-1]
-            self._drift(judge, before, turn.steps[-1])
+            self.judging.drift(judge, before, turn.steps[-1])
             count(judge.rows.whole, turn.steps[-1])
             gx = packed(gxs, judge.packed)
             self.judged(asked[0], loss)
@@ -380,9 +353,13 @@ class SteadyRun:
         """Bring flights, versions, options and the ledger up to date."""
         self.look()
         with torch.no_grad():
-            give(self.moving, self.where, self._next(), self.worker.link.box)
+            if self.line is not None:
+                self.line.finish(self._next()[1])
+            else:
+                give(self.moving, self.where, self._next(), self.worker.link.box)
         done = [self.rounds(s) for s in range(self.worker.count)]
-        rounds = Rounds(self.worker, done, *self._began, self.count, self.groups, self.entered)
+        turns = 0 if self.line is not None else self.count
+        rounds = Rounds(self.worker, done, *self._began, turns, self.groups, self.entered)
         for turn in self.turns:
             for plan in turn.plans:
                 plan.state.give()

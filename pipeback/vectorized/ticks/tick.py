@@ -32,7 +32,7 @@ from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.step_form import How, Numbers, Slots, kept, numbers, shifted, slots
 from pipeback.vectorized.tracing.forms import leaves, packed
-from pipeback.vectorized.tracing.graphs import direct
+from pipeback.vectorized.tracing.graphs import Graph, direct
 from pipeback.vectorized.tracing.product_gradients import accumulating
 
 Parts = Sequence[Sequence[Tensor]]  # of each tensor of a value, the pieces that make it
@@ -332,6 +332,18 @@ class StackTick:
             with TRACING:
                 self._sizes = self.stack.maker.sizes(self.rings)
         return self.stack.alone or self._sizes is not None
+
+    @property
+    def whole(self) -> EagerTick:
+        """What does F, B and U of all rows."""
+        return self._part(self.all)
+
+    def of_one_row(self) -> Graph:
+        """Return the graph of F of one row, of a stack that `divides`."""
+        if self.stack.alone:
+            return self.rings.eager.forward
+        assert self._sizes is not None
+        return self._sizes.at(1)[0].forward
 
     def _part(self, rows: tuple[int, int]) -> EagerTick:
         if rows not in self._parts:
