@@ -38,7 +38,11 @@ class HandedLoss:
         return self.lazy() if isinstance(loss, LazyLoss) else loss
 
     def lazy(self) -> LazyLoss:
-        return LazyLoss(self._value, self._known)
+        return LazyLoss(self._value, self._known, self._asked)
+
+    def _asked(self) -> None:
+        if isinstance(self.now, LazyLoss):
+            self.now.asked()
 
     def _known(self) -> bool | None:
         if self._read is not None or self.error is not None:

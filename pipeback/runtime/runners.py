@@ -144,7 +144,6 @@ class TickLoop(EventLoop):
             raise
 
         def read(sizes: list[int] | None) -> Tensor:
-            loop.awaited = True
             if not known() and not self.closed:
                 self.reach(known)
             if not known():
@@ -154,7 +153,10 @@ class TickLoop(EventLoop):
         def known() -> bool:
             return len(losses) == len(mbs)
 
-        return lambda sizes: LazyLoss(partial(read, sizes), known)
+        def asked() -> None:  # it may be known already; would it be, had nobody ever waited?
+            loop.awaited |= loop.order.arrived < mbs.stop + loop.order.stages - 1
+
+        return lambda sizes: LazyLoss(partial(read, sizes), known, asked)
 
     def _arrived(self, mb: int, loss: Tensor) -> None:
         self.due.pop(mb)[mb] = loss

@@ -13,10 +13,9 @@ from pipeback.runtime.executor import JoinedOperations, SplitOperations
 from pipeback.runtime.joined_graphs import JoinedGraphs, able
 from pipeback.runtime.split_executor import SplitExecutor
 from pipeback.runtime.worker import Worker
-from pipeback.schedules.flushes import FlushSpan
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
-from pipeback.schedules.spans import TickSpan
+from pipeback.schedules.spans import Span
 from pipeback.stages.failed_graph import failed
 from pipeback.stages.flight import Flight, weighed
 from pipeback.stages.gradients import differentiate
@@ -43,7 +42,7 @@ class StageExecutor:
     def record(self, on: bool) -> None:
         """Do nothing: the worker measures each operation."""
 
-    def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
+    def leap(self, order: Order, span: Span) -> int:
         """Return 0: each operation is done by itself."""
         return 0
 

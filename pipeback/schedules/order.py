@@ -240,13 +240,10 @@ class Order:
             if ops:
                 yield Wave(back, ops)
                 continue
-            if back == "I" and (ops := self._late()):
+            if back == "I" and (ops := self._due("W")):
                 yield Wave("W", ops)
                 continue
-            for s, head in enumerate(heads):
-                if head is not None and head[0] == "U":
-                    ops.append(take(s, head))
-            if not ops:
+            if not (ops := self._due("U")):
                 return
             yield Wave("U", ops)
 
@@ -293,7 +290,6 @@ class Order:
 
     def _ticks(self, done: Callable[[], bool] | None = None, *, until_input: bool = False) -> Iterator[Wave]:
         """Yield the waves of ticks while anything can be done. until_input: stop once the first stage awaits input."""
-        heads, take = self._heads, self._take
         lead = None  # forwards that a stage may be ahead of the next stage's backwards, where stages take turns
         if self._flow is not None and self._flow.turns == 2:
             lead = range(self.stages - 1, -1, -1)
@@ -313,26 +309,16 @@ class Order:
             came = [self.arrived - self.start, *self.forwards]
             back = [*self.backwards[1:], self.arrived]
             most = came if lead is None else [min(*pair) for pair in zip(came, map(add, back, lead))]
-            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "F" and h[1] < most[s]]
-            if ops:
-                busy, self._handed = True, ops
-                yield Wave("F", ops)
-            kind = self._back
-            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == kind and h[1] < back[s]]
-            if ops:
-                busy = True
-                yield Wave(kind, ops)
-            if kind == "I" and (ops := self._late()):
-                busy = True
-                yield Wave("W", ops)
-            ops = [take(s, h) for s, h in enumerate(heads) if h is not None and h[0] == "U"]
-            if ops:
-                busy = True
-                yield Wave("U", ops)
+            due: list[tuple[Kind, Any]] = [("F", most), (self._back, back), ("W", None), ("U", None)]
+            for kind, below in due:
+                if ops := self._due(kind, below):
+                    busy, self._handed = True, ops if kind == "F" else self._handed
+                    yield Wave(kind, ops)
 
-    def _late(self) -> list[tuple[int, int]]:
-        """Take the W of every stage that has one."""
-        return [self._take(s, head) for s, head in enumerate(self._heads) if head is not None and head.kind == "W"]
+    def _due(self, kind: Kind, below: Sequence[int] | None = None) -> list[tuple[int, int]]:
+        """Take the next operation of every stage where it is of this kind, and its micro-batch is below this number."""
+        heads = [(s, head) for s, head in enumerate(self._heads) if head is not None and head[0] == kind]
+        return [self._take(s, head) for s, head in heads if below is None or head[1] < below[s]]
 
     def _idles(self) -> bool:
         """Whether the first stage awaits input."""
@@ -347,7 +333,8 @@ class Order:
 
     def turns(self, arrived: int) -> TurnSpan | None:
         """Return the micro-batches that can go through all stages one by one, once so many have arrived."""
-        return self._in_rounds(next_turns, arrived)
+        found: TurnSpan | None = self._in_rounds(next_turns, arrived)
+        return found
 
     def _in_rounds(self, find: Callable[..., Any], arrived: int) -> Any:
         if (flow := self._flow) is None or not flow.turns or self.backwards[0] < flow.begins:

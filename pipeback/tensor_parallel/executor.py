@@ -11,10 +11,9 @@ from pipeback.runtime.executor import JoinedOperations, SplitOperations
 from pipeback.runtime.link import WireLink
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
-from pipeback.schedules.flushes import FlushSpan
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Ops, Order
-from pipeback.schedules.spans import TickSpan
+from pipeback.schedules.spans import Span
 from pipeback.stages.flight import Flight
 from pipeback.tensor_parallel.group import TensorGroup
 
@@ -37,7 +36,7 @@ class TensorExecutor:
     def record(self, on: bool) -> None:
         """Do nothing: the worker measures each operation."""
 
-    def leap(self, order: Order, span: TickSpan | FlushSpan) -> int:
+    def leap(self, order: Order, span: Span) -> int:
         """Return 0: each operation is done by itself."""
         return 0
 

@@ -39,3 +39,16 @@ def flushed(monkeypatch):
 
     monkeypatch.setattr(WholeFlush, "end", counted)
     return found
+
+
+@pytest.fixture
+def turned(monkeypatch):
+    """How many micro-batches went through all stages one by one, of every run of them."""
+    found, run = [], Steady.run_in_turn
+
+    def counted(self, order, span):
+        found.append(run(self, order, span))
+        return found[-1]
+
+    monkeypatch.setattr(Steady, "run_in_turn", counted)
+    return found

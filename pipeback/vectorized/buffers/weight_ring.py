@@ -79,7 +79,9 @@ class WeightRing:
         found = list(self.rows.weights)
         if self._from:
             lines = self.like.lines(turns)
-            some = [to.index_select(0, lines).view(ring.shape[1:]) for to, ring in zip(self._to, self.rings, strict=True)]
+            some = [
+                to.index_select(0, lines).view(ring.shape[1:]) for to, ring in zip(self._to, self.rings, strict=True)
+            ]
         else:
             some = list(self._slots[self.like.slot_of(*turns[0])])
         for n, w in zip(self.rows.trained, some, strict=True):

@@ -1,5 +1,5 @@
-"""In turn: a micro-batch goes through all stages, F (forward) of one after the other. Then every stage does B (backward)
-and U (update), each of one micro-batch.
+"""In turn: a micro-batch goes through all stages, F (forward) of one after the other. Then every stage does B
+(backward) and U (update), each of one micro-batch.
 
 That is all that can be done as one where a loss is awaited before the next micro-batch is there: F of a stage waits for
 that of the stage before, but the gradients come from earlier turns.
@@ -159,6 +159,7 @@ class InTurn:
         """Do F of a micro-batch at all stages but the last, and return what that is sent. steps: of each stack."""
         for one, step in zip(self.stacks, steps, strict=False):
             one.begin(i, step)
+        xs: Sequence[Tensor]
         xs, lifted, packs = leaves(self.worker.link.recv("F", 0, i)), False, False
         try:
             for one, row in self._line:

@@ -15,8 +15,8 @@ from pipeback.vectorized.ticks.steady_run import SteadyRun
 
 
 class InTurnRun:
-    """The turns of `run`. key: the rings of its stacks. given: an input of the last stage, as all of this run are; None:
-    none has come yet.
+    """The turns of `run`. key: the rings of its stacks. given: an input of the last stage, as all of this run are;
+    None: none has come yet.
     """
 
     def __init__(self, run: SteadyRun, line: InTurn, key: tuple[Waiting, ...], given: Any) -> None:

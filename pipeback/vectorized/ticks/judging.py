@@ -23,8 +23,8 @@ Asked = tuple[int, Any, Any]  # a micro-batch, the input and the target of its l
 
 
 class Judging:
-    """The last stage of `worker`. judged: is called with every micro-batch and its loss, or its output where the loss is
-    computed outside. along: the name of δ in the state of stages.
+    """The last stage of `worker`. judged: is called with every micro-batch and its loss, or its output where the loss
+    is computed outside. along: the name of δ in the state of stages.
     """
 
     def __init__(self, worker: Worker, judged: Callable[[int, Any], None], joint: JointStep, along: str) -> None:

@@ -18,7 +18,6 @@ from pipeback.vectorized.ticks.loss_stage import form
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
 from pipeback.vectorized.tracing.graphs import direct
 
-
 Left = tuple[Sequence[Tensor], Sequence[Tensor], Sequence[Tensor]]  # weights, outputs, and what F has saved
 
 

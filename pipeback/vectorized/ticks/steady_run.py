@@ -26,14 +26,12 @@ from pipeback.vectorized.steps.asked_steps import AskedSteps
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.row_tensors import AnyStep
-from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.step_form import count
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.ticks.catch_up import Rounds
 from pipeback.vectorized.ticks.in_turn import InTurn
 from pipeback.vectorized.ticks.judging import Asked, Judge, Judging
 from pipeback.vectorized.ticks.loss_stage import LossStage, form
-from pipeback.vectorized.ticks.output_stage import OutputStage
 from pipeback.vectorized.ticks.tick import Parts, StackTick
 from pipeback.vectorized.ticks.turn import StackRows, Turn
 from pipeback.vectorized.ticks.updates_by_group import UpdatesByGroup
