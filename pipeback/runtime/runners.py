@@ -27,7 +27,7 @@ from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 from pipeback.tensors import accelerators
 
-FEW = 4  # micro-batches of a push that go through all stages one by one, if their loss is awaited
+FEW = 8  # micro-batches of a push that go through all stages one by one, if their loss is awaited
 Read = Callable[[list[int] | None], Tensor]  # samples per micro-batch (None: equal weights) -> mean loss of a push
 Command = Callable[[Loop], Any]
 

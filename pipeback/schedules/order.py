@@ -304,6 +304,8 @@ class Order:
                 if isinstance(span, TurnSpan):  # then by ticks
                     self.in_turn = False
                     continue
+            if any(self._leapt) and (more := self.turns(self.arrived + 1)) and more.ticks == 1:
+                return  # nothing is left to do, and what leaps goes on with the next micro-batch
             self._land()
             busy = False
             came = [self.arrived - self.start, *self.forwards]
@@ -333,8 +335,7 @@ class Order:
 
     def turns(self, arrived: int) -> TurnSpan | None:
         """Return the micro-batches that can go through all stages one by one, once so many have arrived."""
-        found: TurnSpan | None = self._in_rounds(next_turns, arrived)
-        return found
+        return self._in_rounds(next_turns, arrived)  # type: ignore[no-any-return]
 
     def _in_rounds(self, find: Callable[..., Any], arrived: int) -> Any:
         if (flow := self._flow) is None or not flow.turns or self.backwards[0] < flow.begins:

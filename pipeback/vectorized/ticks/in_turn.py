@@ -28,6 +28,7 @@ from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.ticks.tick import StackTick, joined
 from pipeback.vectorized.ticks.wiring import Box, Where
 from pipeback.vectorized.tracing.forms import leaves, packed
+from pipeback.vectorized.tracing.weight_views import shared, split
 
 Ends = tuple[Sequence[int], Sequence[int]]  # per stage, the micro-batches of its next F and B
 
@@ -41,9 +42,10 @@ class StackInTurn:
         self.delays = [delays[s] for s in one.stack.numbers]
         self.gxs: deque[list[Tensor | None]] = deque()  # gradients of inputs that stages before have not taken yet
         self._room = WaitingRoom(self._left, self._put)
-        self._forward = one.of_one_row()
+        self._views, self._forward = split(one.of_one_row(), len(one.stack.rows.weights))
         self._fore: list[Tensor] = []  # the weights of this turn's F
-        self._rows: list[list[Tensor]] = []
+        self._rows: list[Sequence[Tensor]] = []  # of each row, what its F looks at
+        self._stay = False  # whether these are views, which change with the weights
         self._saved: list[Sequence[Tensor]] = []
 
     def _of_f(self, i: int) -> Turns:
@@ -69,9 +71,10 @@ class StackInTurn:
     def begin(self, i: int, step: AnyStep) -> None:
         """Begin the turn of micro-batch i."""
         fore = self.one.whole.fore(i, step, self._room, self.one.drift, self.stack.spare)
-        if len(fore) != len(self._fore) or not all(map(is_, fore, self._fore)):
-            alone, rows = self.stack.alone, len(self.delays)
-            self._rows = [fore] if alone else [[w[r : r + 1] for w in fore] for r in range(rows)]
+        if not self._stay or not all(map(is_, fore, self._fore)):
+            apart = [fore] if self.stack.alone else [[w[r : r + 1] for w in fore] for r in range(len(self.delays))]
+            self._rows = [self._views(*some) for some in apart]
+            self._stay = shared([t for some in self._rows for t in some], fore)
         self._fore = fore
 
     def forward(self, row: int, i: int, xs: Sequence[Tensor]) -> Sequence[Tensor]:
