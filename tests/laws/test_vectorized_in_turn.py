@@ -75,6 +75,23 @@ def test_who_does_not_wait_gets_ticks(turned, leapt):
     assert 20 < sum(turned) < 120 and sum(leapt) > 60
 
 
+@pytest.mark.parametrize("ones", [True, False], ids=["in turn", "by ticks"])
+@pytest.mark.parametrize("decay", [0.0, 0.01])
+def test_single_samples_of_weights_that_decay(decay, ones, turned, leapt):
+    """Gradients that are products of columns with rows, and spike compensation without them."""
+    found, count = [], 120
+    xs, ys = map(torch.cat, zip(*doubles(count // 3), strict=True))
+    for vectorize in (False, True):
+        pipe = pipeback.Pipeline(
+            model(), loss=mse_loss, method="cerebras", micro_batch_size=1, vectorize=vectorize,
+            optimizer=lambda p: torch.optim.SGD(p, lr=0.01, momentum=0.9, weight_decay=decay),
+        )  # fmt: skip
+        pushes = zip(xs.split(1), ys.split(1), strict=True) if ones else [(xs, ys)]
+        found.append([torch.stack([pipe.push(x, y) + 0 for x, y in pushes]), *pipe.model.parameters()])
+    same(*found)
+    assert sum(turned if ones else leapt) > 60
+
+
 def test_the_ledger(turned):
     """A stage has done the same in the same order."""
     one, other = pipelines("pipedream")

@@ -1,5 +1,7 @@
 """The step of momentum SGD over rows: what one kernel does, and gradients that are products of columns with rows."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
@@ -70,6 +72,12 @@ def test_spike_compensation_without_the_gradients():
     RowTensors([plain], [0], [], lambda *_: [others]).move(step, [g])
     torch.testing.assert_close(velocities, others, rtol=0, atol=1e-14)
     torch.testing.assert_close(moved, plain, rtol=0, atol=1e-14)
+    at_once, these = w.clone(), [v.clone()]  # velocities are decayed and stepped in one pass
+    rows = RowTensors([at_once], [0], [], lambda *_: [these])
+    assert rows.decays(step) and not rows.decays(replace(step, decays=(0.0,)))
+    rows.undo(step, [fore], [g.mT.contiguous().mT])
+    torch.testing.assert_close(these, others, rtol=0, atol=1e-14)
+    torch.testing.assert_close(at_once, plain, rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("changes", [

@@ -124,6 +124,11 @@ class EagerTick:
             found = backward(*saved, *views, *gs())
             give("B", list(found[len(tensors.weights) :]))
             joint.add(tensors, step, [found[n] for n in tensors.trained])
+        elif isinstance(step, Step) and self._undoes(step, room, drift) and self.together and tensors.decays(step):
+            found = backward(*saved, *views, *gs())
+            give("B", list(found[len(tensors.weights) :]))
+            grads, ahead = ([some[n] for n in tensors.trained] for some in (found, fore))
+            tensors.undo(step, ahead, grads)
         elif isinstance(step, Step) and step.momentum and (not step.late or self._undoes(step, room, drift)):
             factor = tensors.number(step.momentum)
             gxs = self._accumulate(*saved, *views, *gs(), step.momentum, factor, *tensors.velocities())
@@ -138,7 +143,7 @@ class EagerTick:
     @staticmethod
     def _undoes(step: Step, room: WaitingRoom, drift: Sequence[Tensor]) -> bool:
         """Whether the step can be made without gradients: from w + c·v, on which F ran, and which is still there."""
-        return not step.back and not drift and room.fore is None and bool(step.undone)
+        return bool(step.late) and not step.back and not drift and room.fore is None and bool(step.undone)
 
     def _failed(self, what: str, tick: int, error: Exception) -> StageError:
         return StageError(f"{self.name(tick)}: the {what} failed: {error}", what)

@@ -130,11 +130,30 @@ class RowTensors:
             if decay:
                 v.add_(w, alpha=decay)
         if fore:
-            for w, ahead, (_, share) in zip(weights, fore, step.undone, strict=True):
-                w.lerp_(ahead, share)
-            torch._foreach_addcmul_(list(weights), list(velocities), [both for both, _ in step.undone])
+            self._undone(step, fore)
             return
         self._along(step, velocities, some)
+
+    def decays(self, step: Step) -> bool:
+        """Whether weights decay, all by the same λ, so that one pass may decay them and step the velocities."""
+        vs = self.velocities()
+        same = len(set(step.decays)) == 1 and bool(step.decays[0])
+        return same and all(v.stride() == w.stride() for v, w in zip(vs, self.stepped, strict=True))
+
+    def undo(self, step: Step, fore: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
+        """Make a step that needs no gradients but for the velocities (`Step.undone`): see `follow`."""
+        vs = self.velocities()
+        grads = [g if g.stride() == w.stride() else torch.empty_like(w).copy_(g) for g, w in zip(grads, self.stepped)]
+        self._kernel(  # at a rate of 0, it leaves the weights as they are
+            self.stepped, grads, vs, weight_decay=step.decays[0], momentum=step.momentum, lr=0.0, dampening=0.0,
+            nesterov=False, maximize=False, is_first_step=False,
+        )  # fmt: skip
+        self._undone(step, fore)
+
+    def _undone(self, step: Step, fore: Sequence[Tensor]) -> None:
+        for w, ahead, (_, share) in zip(self.stepped, fore, step.undone, strict=True):
+            w.lerp_(ahead, share)
+        torch._foreach_addcmul_(self.stepped, self.velocities(), [both for both, _ in step.undone])
 
     def _along(self, step: Step, directions: Sequence[Tensor], some: Sequence[int] | None) -> None:
         weights = list(self._chosen(some, self.stepped))
