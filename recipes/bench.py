@@ -12,7 +12,8 @@ scaling     cost per micro-batch and stage, by number of stages, delay and metho
 event_loop  one process, one thread, micro-batch 1: 20 blocks of width 64 and ResNet-20 over the plain PyTorch loop
 vectorized  stages that are alike run as one, with and without torch.compile, over the plain loop
 auto        vectorize=True and "auto" over the event loop, by method; and the speed-up by which "auto" decides
-pushes      pushes of 256 micro-batches whose losses are read each time over one long push, as one and in the event loop
+pushes      pushes of 256 micro-batches whose losses are read each time over one long push, as one and in the event
+            loop; and of 1, 2 and 8 as one over the event loop
 threads     two threads on two cores against two independent single-process copies that run at once
 processes   two ranks against two such copies and against torch.distributed.pipelining; memory per rank
             options: cases=

@@ -188,8 +188,12 @@ def test_the_event_loop_is_measured_a_stage_a_block_and_a_layer(capsys, monkeypa
 
 
 def test_short_pushes_over_a_long_one(capsys):
-    pushes.main(1, [vectorized.Case("tiny", Linear, 4, (1, 8), 6)], short=2)
-    head, _, *rows = cells(capsys.readouterr().out)
+    pushes.main(1, [vectorized.Case("tiny", Linear, 4, (1, 8), 6)], short=2, shortest=(1, 3))
+    told, shortest = capsys.readouterr().out.split("Samples per second of stages as one")
+    head, _, *rows = cells(shortest)
+    assert head == ["tiny", "pushes of 1", "pushes of 3"] and [row[0] for row in rows] == ["`pb`", "`cerebras`"]
+    assert all(float(cell.split()[0]) >= 0 for row in rows for cell in row[1:])
+    head, _, *rows = cells(told)
     assert head == ["tiny", "pushes, each loss read", "of one of 6"]
     assert [row[:2] for row in rows] == [
         [f"`{method}`, {end}", "3 × 2"] for end in ("as one", "event loop") for method in ("pb", "cerebras")

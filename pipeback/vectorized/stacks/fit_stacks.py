@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from pipeback.methods.base import Method
+from pipeback.runtime.runners import FEW
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order
 from pipeback.stages.joined_homes import JoinedHomes
@@ -28,6 +29,7 @@ ALL, SOME, SPARSE = 2.0, 5.0, 1.4  # with fewer than SPARSE ticks per micro-batc
 # the same of F, B and U where a tick is one function: a small stack gains little, and its gain is measured roughly. A
 # single stage takes work from the event loop, which is not measured
 WHOLE, SINGLE = 1.05, 1.0
+FORWARD = 1 / 3  # of the time of F, B and U in the event loop, which F takes of micro-batches that go in turn, at most
 CLEARLY = 1.05  # by how much a way of running stages has to be faster than the other to be taken instead of it
 
 Reasons = dict[str, str]  # what is told of stacks, by their names
@@ -39,7 +41,8 @@ class Request(NamedTuple):
     options: those of the optimizers. worker: the arguments of the worker. stages: how many the pipeline has. together:
     after how many micro-batches the pipeline waits for the last of them to come to the last stage; None: it need not.
     flush: the micro-batches of a flush that one worker does as a whole; 0: there is none. most: see `Shaper`. present:
-    a context in which the weights of these stages are on their device.
+    a context in which the weights of these stages are on their device. in_turn: whether micro-batches that come together
+    go one by one through all stages (`ticks/in_turn`).
     """
 
     method: Method
@@ -51,6 +54,7 @@ class Request(NamedTuple):
     flush: int = 0
     most: int | None = None
     present: Callable[[Sequence[Stage]], AbstractContextManager[None]] = lambda stages: nullcontext()
+    in_turn: bool = False
 
     @property
     def conditions(self) -> whole_cost.Conditions:
@@ -108,6 +112,8 @@ def fitting(
         return list(stacks), _learnt(stacks, seen, asked)
     options, graphed = stacks[0].maker.options, asked.vectorize == "cuda_graph"
     shaper = Shaper(asked.method, asked.stages, options, graphed, asked.most)
+    plain = not asked.several and not asked.method.needs_entry and stacks[0].maker.fuse is None
+    asked = asked._replace(in_turn=asked.together is not None and asked.together <= FEW and plain)
     every, kept, reasons = _divided(stacks, seen, asked, shaper)
     several = [stack for stack in every if not stack.alone]
     missed = bool(several) and not any(stack in kept for stack in several)
@@ -183,6 +189,8 @@ def _divided(
     for name, told in _learnt(kept, seen[1:], asked).items():
         reasons[name] = told
         kept = [stack for stack in kept if stack.name != name]
+    if asked.in_turn and len({s for stack in kept for s in stack.numbers}) < asked.stages - 1:  # some would be left out
+        return _divided(every, seen, asked._replace(in_turn=False), shaper)
     return every, kept, reasons
 
 
@@ -228,7 +236,8 @@ def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tupl
         return _judged_flush(stack, asked)
     ticks = 1.0 if leap else calls(asked.method.schedule, asked.stages, stack)
     whole = leap and not asked.several and not asked.method.needs_entry
-    times = whole_cost.gain(stack, asked.conditions, whole=whole) / (ticks + asked.waits)
+    gain = whole_cost.gain(stack, asked.conditions, whole=whole)
+    times = 1 / (FORWARD + 1 / gain) if asked.in_turn and leap else gain / (ticks + asked.waits)
     full = shaper.turns == 1 and ticks < SPARSE
     enough = (SINGLE if stack.alone else WHOLE) if leap or asked.most is not None else ALL if full else SOME
     as_one = "as a graph" if stack.alone else "as one"
