@@ -41,8 +41,8 @@ class Request(NamedTuple):
     options: those of the optimizers. worker: the arguments of the worker. stages: how many the pipeline has. together:
     after how many micro-batches the pipeline waits for the last of them to come to the last stage; None: it need not.
     flush: the micro-batches of a flush that one worker does as a whole; 0: there is none. most: see `Shaper`. present:
-    a context in which the weights of these stages are on their device. in_turn: whether micro-batches that come together
-    go one by one through all stages (`ticks/in_turn`).
+    a context in which the weights of these stages are on their device. in_turn: whether micro-batches that come
+    together go one by one through all stages (`ticks/in_turn`).
     """
 
     method: Method
