@@ -96,6 +96,19 @@ def test_whether_there_are_ticks(monkeypatch):
     assert not pipe.runs_ticks(xs) and all(told.startswith("stage by stage") for told in pipe.vectorized.values())
 
 
+@pytest.mark.parametrize(("gain", "drops", "as_one"), [(3.0, False, True), (1.2, False, False), (3.0, True, False)])
+def test_whether_one_at_a_time_goes_in_turn(monkeypatch, gain, drops, as_one):
+    """Of F, nothing is gained; and where a stage cannot be in a stack, ticks of one micro-batch would pass."""
+    monkeypatch.setattr(whole_cost, "gain", lambda stack, under, whole: gain)
+    monkeypatch.setattr(whole_cost, "faster_apart", lambda stack, under, by: False)
+    net = model()
+    if drops:
+        net.insert(3, torch.nn.Dropout(0.5))
+    pipe = pipeback.Pipeline(net, loss=None, optimizer=OPTIMIZERS["sgd"], method="pb", vectorize="auto")
+    assert pipe.runs_ticks([doubles(1)[0][0]]) is as_one
+    assert any(told.startswith("as one") for told in pipe.vectorized.values()) is as_one
+
+
 @pytest.mark.parametrize(("options", "named"), [({"workers": 2}, "workers=2"), ({"masters": True}, "masters=True")])
 def test_what_it_does_not_go_with(options, named):
     with pytest.raises(ValueError, match=f"vectorize=True does not go with {named}"):
