@@ -259,6 +259,10 @@ class Segment(nn.Module):
         same = (other for other, form in self.__scripts.values() if form == portion.form and other.does(script))
         self.__scripts.add(key, (next(same, script), portion.form))  # the forms of a model differ in few stages
 
+    def __forget__(self) -> None:
+        """Forget all forms."""
+        self.__scripts = ByForm()
+
     def __script__(self) -> str:
         """Return its script for every form that it knows, as Python."""
         found = zip(self.__scripts, self.__scripts.values(), strict=True)
