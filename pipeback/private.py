@@ -16,8 +16,8 @@
 * `keep_versions`: writes in place of which autograd is not told.
 * `wrapper`: a tensor without memory of its own, for a loss that is not there yet.
 * `catch`: a hook on a leaf without a handle to remove it by, which costs as much as a small kernel.
-* `hooks_of`, `handles`, `registered`, `listened`, `hooked`, `without_step_hooks`: whether anybody listens to a module,
-  an optimizer, or all of them.
+* `hooks_of`, `hook_tables`, `handles`, `registered`, `listened`, `hooked`, `without_step_hooks`: whether anybody
+  listens to a module, an optimizer, or all of them.
 * `styles_heard`: what `parallelize_module` does to each module. `is_distributed`: whether it has cut a weight.
 * `fused_adam`, `fused_sgd`: torch's kernels for one step of Adam or momentum SGD over lists of weights.
 * `uncompiled`: the module inside of one that torch.compile has made, or one whose own `compile` was called.
@@ -225,6 +225,12 @@ def hooks_of(module: nn.Module) -> list[Any]:
     """The handles of a module's hooks, which are numbered as they come."""
     with needing(f"nn.Module.{MODULE_HOOKS[0]}"):
         return [handle for name in MODULE_HOOKS for handle in getattr(module, name)]
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """The dictionaries of a module's hooks: two of those around its forward, then two of those on its gradients."""
+    with needing(f"nn.Module.{MODULE_HOOKS[0]}"):
+        return tuple(getattr(module, name) for name in MODULE_HOOKS)
 
 
 def handles() -> Any:

@@ -61,7 +61,7 @@ class Engine:
         self.size, self.by_samples = options.micro_batches.size, options.micro_batches.weights == "samples"
         self.outside = options.loss is None
         self.entrance = MicroBatcher(self.traced, self.holding.everywhere)
-        self._intact = ModelCheck(self.model, self.stages)
+        self._intact = ModelCheck(self.model, self.stages, self.traced is None)
         self._followers = ReplicaSync(self.holding.everywhere)
         self._compile = options.compile
         self.threads = options.threads is not None or built.replicas > 1 or self.ranks.several

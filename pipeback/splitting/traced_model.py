@@ -19,7 +19,7 @@ from torch import nn
 
 from pipeback.private import FakeTensorMode
 from pipeback.splitting.attribute_changes import Name, again
-from pipeback.splitting.attribute_reads import AttributeReads, modes, traced_into
+from pipeback.splitting.attribute_reads import AttributeReads, modes
 from pipeback.splitting.branches import decisions, told
 from pipeback.splitting.call_arguments import Arguments, arguments_of
 from pipeback.splitting.call_cost import Work
@@ -32,6 +32,7 @@ from pipeback.splitting.forward_check import check_equal
 from pipeback.splitting.input_forms import Key, key_of
 from pipeback.splitting.key_value_caches import caching, without_caches
 from pipeback.splitting.known_forms import Known, device_of, example_of, tensors_of, with_own_tensors
+from pipeback.splitting.module_hooks import check_hooks, kept_for_hooks, traced_into
 from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.module_walk import KINDS, held, unsaved_buffers, walked
 from pipeback.splitting.outside_draws import OutsideDraws
@@ -79,8 +80,7 @@ class TracedModel:
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
         self._walked = walked(model)  # its modules, as they were when it was traced last
-        self.held = AttributeReads(model)
-        self._cures: dict[str, str] = {}
+        self.held, self._cures = AttributeReads(model), dict[str, str]()
         self._variants = Variants(type(model).__name__)
         self.units: list[Unit] = []
         arguments, complete = self.arguments(example), self.complete
@@ -232,9 +232,11 @@ class TracedModel:
     def _cut(self, arguments: Arguments, real: bool, finest: Cuts, work: Work | None) -> tuple[CallTrace, Known]:
         """Trace the model on the example, and find the units of this granularity."""
         blocks = self.blocks if finest == "block" else []
+        begun = {*blocks, *(() if isinstance(finest, (str, int)) else finest)}
+        self.whole.update(kept_for_hooks(self._walked, leaves(blocks, self.whole, self.opened), begun))
         self._leaves = leaves(blocks, self.whole, self.opened)
         record, known = self._follow(arguments, real, work=work)
-        fixed = {*self.opened, *self.whole, *blocks, *(() if isinstance(finest, (str, int)) else finest)}
+        fixed = {*self.opened, *self.whole, *begun}
         if found := deciding_by_sizes(self.model, record, known.decisions, fixed):
             self.whole.update(found)
             record, known = self._follow(arguments, real, work=work)
@@ -251,12 +253,13 @@ class TracedModel:
         work: Work | None = None,
         left: Collection[Name] = (),
     ) -> tuple[CallTrace, Known]:
+        check_hooks(self._walked, self._leaves)
         tensors, form = opened(tuple(arguments))
         trace = partial(self._trace, arguments, real, answers, left)
         record = trace(work)
         if record.draws is not None:  # something was drawn; in its leaves, or between them
             record = trace(work, fine=True)
-        self.held.add(record.decided, self._walked, traced_into(self._walked, self._leaves))
+        self.held.add(record.decided, self._walked, [m for _, m in traced_into(self._walked, self._leaves)])
         check_draws(self.model, record, partial(trace, fine=True))
         check_value_reads(self.model, record)
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
