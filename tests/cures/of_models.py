@@ -166,7 +166,7 @@ ROWS: dict[str, Row] = {
     ),
     "hooks on the gradients of a model": Row(
         heard(Branching, "first", example=BATCH, stages="layer"),
-        r"the model \(Branching\) has hooks on its gradients .*, which are called with the whole module only; .*leaves=",
+        r"the model \(Branching\) has hooks on its gradients .*, which are called with the whole module only;.*leaves=",
         heard(Branching, "first", example=BATCH, stages=pipeback.Splitting(leaves=[""])),
     ),
     "such hooks between pushes": Row(
