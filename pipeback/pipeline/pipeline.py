@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -281,6 +281,12 @@ class Pipeline(OutsideCalls):
     def ledger(self) -> Sequence[Record]:
         """Records (stage, kind, mb, version) of the last million F and B of each worker here, for the first replica."""
         return self._inspection.ledger()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipeline is not copied or pickled, since autograd's graphs of what is in flight cannot be; save "
+            "pipe.state_dict(), or pipeback.checkpoint.save, and load it into a new Pipeline"
+        )
 
     def __repr__(self) -> str:
         return self._inspection.text()

@@ -20,6 +20,7 @@ ELSEWHERE = (
     "draw/test_draw.py",
     "laws/test_views_in_place.py",
     "pipeline/test_by_name.py",
+    "pipeline/test_grad_modes.py",
     "pipeline/test_held_out.py",
     "pipeline/test_method_choice.py",
     "processes/test_runtimes.py",
