@@ -65,8 +65,7 @@ class ModelCheck:
         if self._around.now() != self._was:
             raise RuntimeError(
                 "modules were added to the model, hooks were registered on it, or a forward was set on it after the "
-                "pipeline was built, which runs the modules that it was built of, one after the other; build a new "
-                "Pipeline"
+                "pipeline was built, which runs those that it was built of, one after the other; build a new Pipeline"
             )
         for s, stage in enumerate(self.stages):
             if stage.home.places is not self._known[s][0]:

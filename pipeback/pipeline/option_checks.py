@@ -305,8 +305,8 @@ def micro_batches(
     y = batches_in.checked(y)
     if who == "push" and any(map(Tensor.is_inference, (*parts, *batches_in.tensors(y)))):
         raise ValueError(
-            "push got a tensor that was made in inference mode, of which autograd keeps nothing; make it outside of "
-            "torch.inference_mode(), or push a clone() of it"
+            "push got tensors of inference mode, of which autograd keeps nothing; make them outside of "
+            "torch.inference_mode(), or push a clone() of each"
         )
     try:
         length = len(batched[0])

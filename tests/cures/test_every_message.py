@@ -24,6 +24,7 @@ ELSEWHERE = (
     "pipeline/test_held_out.py",
     "pipeline/test_method_choice.py",
     "processes/test_runtimes.py",
+    "splitting/test_changed_buffers.py",
     "splitting/test_draws_outside.py",
     "splitting/test_following.py",
     "splitting/test_one_stage.py",

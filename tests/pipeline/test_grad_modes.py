@@ -79,7 +79,7 @@ def test_tensors_of_inference_mode(kind, options):
             pipe.push(x, y)
     for given in ((odd_x, more_y), (more_x, odd_y), (more_x, {"y": odd_y})):
         with pytest.raises(
-            ValueError, match=r"push got a tensor that was made in inference mode, of which.*push a clone\(\) of it"
+            ValueError, match=r"push got tensors of inference mode, of which autograd keeps.*push a clone\(\) of each"
         ):
             pipe.push(*given)
     pipe.push(odd_x.clone(), odd_y.clone())  # the cure
