@@ -23,6 +23,7 @@ class WeightWriteWatch:
         for stage in self._stages:
             stage.masters.adopt()
         modules = [m for stage in self._stages for m in stage.module.modules()]
+        self._seen: list[int] = []
         self._homes = [(m._buffers, key) for m in modules for key in m._buffers]
         self._take()
 

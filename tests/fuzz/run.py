@@ -18,7 +18,7 @@ from tests.helpers.long_forms import grouped
 
 from .calls import CALLS
 from .cases import METHODS, OPTIMIZERS
-from .models import FOLLOWED, LOSSES, WHOLE, Scaled, blocks, build, stages
+from .models import FOLLOWED, LOSSES, WHOLE, Gated, Scaled, blocks, build, stages
 from .program import CLEARED, Program, Seen
 
 
@@ -158,8 +158,10 @@ class Run:
             found() if callable(found) else found
 
     def bad(self, at: str) -> None:
-        """A batch that no stage can take: it is refused, and leaves everything as it was."""
+        """A batch that no stage can take, and an empty one: they are refused, and leave everything as it was."""
         x, y = self.program.data(4, 4000, self.dtype)
+        with pytest.raises(ValueError, match="the batch that push got is empty"):
+            self.pipe.push(x[:0], y[:0])
         with pytest.raises((ValueError, TypeError, RuntimeError)):
             self.pipe.push(x.to(self.dtype) if self.program.model in WHOLE else x[:, :5], y)
             self.pipe.wait()
@@ -290,6 +292,15 @@ class Run:
         for s, stage in enumerate(stages(program.model, count, program.seed + 1, self.dtype)):
             values = {n: v for n, v in stage.state_dict().items() if not n.endswith("mask")}  # expanded
             self.block(s).load_state_dict(values, strict=False)
+
+    def gate(self, at: str, s: int, factor: float, how: str) -> None:
+        """A buffer of a stage is written into, "in flight" or not, or "replaced"."""
+        self.pipe.wait() if how == "in flight" else self.pipe.drain()
+        layer = next(m for m in self.block(s).modules() if isinstance(m, Gated))
+        if how == "replaced":
+            layer.gate = layer.gate * factor
+        else:
+            layer.gate.mul_(factor)
 
     def clear(self, at: str) -> None:
         """Velocities are zero from here on."""
