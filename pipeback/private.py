@@ -3,7 +3,8 @@
 * `pytree`: structures of tensors as users nest them. torch's own functions take them apart by it, so it knows the same.
 * `TorchDispatchMode`: to see each operator. `FakeTensor`, `FakeTensorMode`, `unset_fake_temporarily`: to run a model
   without values.
-* `function_modes`, `maps_heard`: who changes torch functions, and calls under torch.vmap, where a model is traced.
+* `function_modes`, `functions_unheard`, `maps_heard`: who changes torch functions, and calls under torch.vmap, where a
+  model is traced.
 * `identity`: which memory a tensor lies in, also while that memory is away and has no address.
 * `shown`: what a node of a graph has saved, with the handles that put something else in its place.
 * `numbers_of`: the numbers that a node has saved.
@@ -105,6 +106,12 @@ def function_modes() -> list[Any]:
     with needing("torch.overrides._get_current_function_mode_stack"):
         from torch.overrides import _get_current_function_mode_stack
     return list(_get_current_function_mode_stack())
+
+
+def functions_unheard() -> Any:
+    """A context within which no mode hears of torch functions."""
+    with needing("torch._C.DisableTorchFunction"):
+        return torch._C.DisableTorchFunction()
 
 
 @contextmanager

@@ -162,7 +162,8 @@ class Pipeline(OutsideCalls):
     def evaluate(
         self, x: Any, y: Any = None, *, batch_size: int | None = None, metrics: Mapping[str, Judge] | None = None
     ) -> Any:
-        """The output for x (N, …) in evaluation mode on the newest weights, without gradients; nothing else changes.
+        """The output for x (N, …) in evaluation mode on the newest weights, without gradients. Nothing changes but what
+        the forward itself writes into in that mode, as in a plain loop.
 
         With y, or for a loader or list of pairs (x, y): the mean loss over all samples, a 0-d float64 tensor.
         batch_size: samples computed at once. metrics: {name: (output, y) -> mean over the batch}; then {"loss": mean,
