@@ -126,7 +126,8 @@ class Run:
             self.seen.append((f"{at} {name}", value.detach().clone()))
         for stages_ in zip(*self.pipe._engine.holding.everywhere, strict=True) if "store" not in self.runtime else ():
             for others in zip(*(stage.weights for stage in stages_), strict=True):
-                assert all(torch.equal(others[0], w) for w in others), f"replicas differ in {stages_[0].label}"
+                same = all(torch.equal(others[0].nan_to_num(), w.nan_to_num()) for w in others)
+                assert same, f"replicas differ in {stages_[0].label}"
 
     def evaluate(self, at: str, samples: int) -> None:
         x, _ = self.program.data(samples, 1000, self.dtype)
