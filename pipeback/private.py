@@ -3,7 +3,8 @@
 * `pytree`: structures of tensors as users nest them. torch's own functions take them apart by it, so it knows the same.
 * `TorchDispatchMode`: to see each operator. `FakeTensor`, `FakeTensorMode`, `unset_fake_temporarily`: to run a model
   without values.
-* `function_modes`, `maps_heard`: who changes torch functions, and calls under torch.vmap, where a model is traced.
+* `function_modes`, `functions_unheard`, `maps_heard`: who changes torch functions, and calls under torch.vmap, where a
+  model is traced.
 * `identity`: which memory a tensor lies in, also while that memory is away and has no address.
 * `shown`: what a node of a graph has saved, with the handles that put something else in its place.
 * `numbers_of`: the numbers that a node has saved.
@@ -16,8 +17,8 @@
 * `keep_versions`: writes in place of which autograd is not told.
 * `wrapper`: a tensor without memory of its own, for a loss that is not there yet.
 * `catch`: a hook on a leaf without a handle to remove it by, which costs as much as a small kernel.
-* `hooks_of`, `handles`, `registered`, `listened`, `hooked`, `without_step_hooks`: whether anybody listens to a module,
-  an optimizer, or all of them.
+* `hooks_of`, `hook_tables`, `handles`, `registered`, `listened`, `hooked`, `without_step_hooks`: whether anybody
+  listens to a module, an optimizer, or all of them.
 * `styles_heard`: what `parallelize_module` does to each module. `is_distributed`: whether it has cut a weight.
 * `fused_adam`, `fused_sgd`: torch's kernels for one step of Adam or momentum SGD over lists of weights.
 * `uncompiled`: the module inside of one that torch.compile has made, or one whose own `compile` was called.
@@ -105,6 +106,12 @@ def function_modes() -> list[Any]:
     with needing("torch.overrides._get_current_function_mode_stack"):
         from torch.overrides import _get_current_function_mode_stack
     return list(_get_current_function_mode_stack())
+
+
+def functions_unheard() -> Any:
+    """A context within which no mode hears of torch functions."""
+    with needing("torch._C.DisableTorchFunction"):
+        return torch._C.DisableTorchFunction()
 
 
 @contextmanager
@@ -225,6 +232,12 @@ def hooks_of(module: nn.Module) -> list[Any]:
     """The handles of a module's hooks, which are numbered as they come."""
     with needing(f"nn.Module.{MODULE_HOOKS[0]}"):
         return [handle for name in MODULE_HOOKS for handle in getattr(module, name)]
+
+
+def hook_tables(module: nn.Module) -> tuple[dict[Any, Any], ...]:
+    """The dictionaries of a module's hooks: two of those around its forward, then two of those on its gradients."""
+    with needing(f"nn.Module.{MODULE_HOOKS[0]}"):
+        return tuple(getattr(module, name) for name in MODULE_HOOKS)
 
 
 def handles() -> Any:

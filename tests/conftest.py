@@ -13,6 +13,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 settings.register_profile("no times", deadline=None)
 settings.load_profile("no times")
+gc.set_threshold(20_000, 10, 10)  # a twentieth of the time of all tests went into looking for garbage
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -33,8 +33,11 @@ class Board:
     def set(self, name: str, text: str) -> None:
         self._store.set(name, text)
 
-    def get(self, name: str) -> str:
-        """Return a text; waits until it is there."""
+    def get(self, name: str, of: int, seconds: float) -> str:
+        """Return the text that rank `of` writes, once it is there. Raises what `all` raises if it never comes."""
+        self._wait([name], seconds)
+        if not self._store.check([name]):
+            raise self._lack([of], seconds)
         return self._store.get(name).decode()
 
     def all(self, what: str, mine: str, seconds: float) -> dict[int, bytes]:
@@ -44,12 +47,8 @@ class Board:
         """
         board = self._store
         board.set(f"{what} {self._rank}", mine)
-        names, deadline = {rank: f"{what} {rank}" for rank in self._everyone}, time.monotonic() + seconds
-        with suppress(RuntimeError):
-            while not board.check(list(names.values())) and time.monotonic() < deadline:
-                if board.check([REFUSED]) or self._gone():
-                    break
-                time.sleep(0.01)
+        names = {rank: f"{what} {rank}" for rank in self._everyone}
+        self._wait(list(names.values()), seconds)
         missing = [rank for rank, name in names.items() if not board.check([name])]
         if self._known is not None:
             word = board.compare_set(
@@ -58,15 +57,28 @@ class Board:
             if word != ALL:
                 rank, told = json.loads(word)
                 raise RankError(told, rank)
-        if missing and board.check([REFUSED]):
-            refused, why = json.loads(board.get(REFUSED))
-            raise RankError(f"rank {refused} does not come to build the pipeline: {why}", refused)
         if missing:
-            raise RuntimeError(
-                f"{_ranks(missing)} did not come to build the pipeline within {seconds:g} s; every rank must call "
-                "Pipeline(...), as often as the others (workers=pipeback.Processes(timeout=...) is the time they have)"
-            )
+            raise self._lack(missing, seconds)
         return {rank: board.get(name) for rank, name in names.items()}
+
+    def _wait(self, names: list[str], seconds: float) -> None:
+        """Wait until these are there, but no longer than it takes to know that they will not be."""
+        deadline = time.monotonic() + seconds
+        with suppress(RuntimeError):
+            while not self._store.check(names) and time.monotonic() < deadline:
+                if self._store.check([REFUSED]) or self._gone():
+                    break
+                time.sleep(0.01)
+
+    def _lack(self, missing: Sequence[int], seconds: float) -> Exception:
+        """Return the error of ranks that have written nothing."""
+        if self._store.check([REFUSED]):
+            refused, why = json.loads(self._store.get(REFUSED))
+            return RankError(f"rank {refused} does not come to build the pipeline: {why}", refused)
+        return RuntimeError(
+            f"{_ranks(missing)} did not come to build the pipeline within {seconds:g} s; every rank must call "
+            "Pipeline(...), as often as the others (workers=pipeback.Processes(timeout=...) is the time they have)"
+        )
 
     def _gone(self) -> list[int]:
         """The ranks that have ended since one of them failed."""

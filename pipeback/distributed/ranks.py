@@ -126,7 +126,7 @@ class Ranks:
             board.set("address", address)
         else:
             near = one_host([facts[first], facts[self.rank]])
-            store = join_store(board.get("address"), self.timeout + SLOW, near)
+            store = join_store(board.get("address", first, self.timeout + SLOW), self.timeout + SLOW, near)
         board.all("ready", "", self.timeout + SLOW)
         self._end_left([left for _, left in told.values()])
         return store, facts

@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import nn
 
+from pipeback.private import hook_tables
+
 
 @contextmanager
 def call_instead(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
@@ -21,3 +23,24 @@ def call_instead(module: nn.Module, forward: Callable[..., Any] | None) -> Itera
         module.__dict__.pop("forward", None)
         if own is not None:
             module.forward = own
+
+
+@contextmanager
+def without_hooks(module: nn.Module) -> Iterator[None]:
+    """A context within which the module has no hooks: only one of two who call it is to run them."""
+    tables = hook_tables(module)
+    before = [dict(table) for table in tables]
+    for table in tables:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in zip(tables, before, strict=True):
+            table.update({**hooks, **table})
+
+
+@contextmanager
+def by_itself(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
+    """A context within which the module has this forward, and no hooks, which are run by the user's call of it."""
+    with without_hooks(module), call_instead(module, forward):
+        yield

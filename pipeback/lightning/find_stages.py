@@ -12,7 +12,7 @@ from lightning.pytorch import LightningModule
 from torch import nn
 
 from pipeback.counts import counted
-from pipeback.lightning.call_override import call_instead
+from pipeback.lightning.call_override import call_instead, without_hooks
 from pipeback.lightning.followed_step import FollowedStep, Given
 from pipeback.pipeline.arguments import Splitting
 from pipeback.splitting.call_arguments import Arguments
@@ -99,13 +99,18 @@ def find(module: nn.Module, nominated: str | None, splitting: Splitting = _AUTO)
             "nn.Sequential, or nominate the module that runs it with PipelineStrategy(module=...)"
         )
     name, body = nominated, top
-    while (found := at_once(body, cuts, leaves)) is None:
+    while (found := _at_once(body, cuts, leaves)) is None:
         holders = [(n, child) for n, child in body.named_children() if _trainable(child)]
         own = any(p.requires_grad for p in body.parameters(recurse=False))
         if len(holders) != 1 or own or plain(body):
             return TrainedModule(nominated, top, cuts, leaves, None, splitting.balance)
         name, body = f"{name}.{holders[0][0]}", holders[0][1]
     return TrainedModule(name, body, cuts, leaves, found, splitting.balance)
+
+
+def _at_once(body: nn.Module, cuts: Cuts, leaves: tuple[str, ...]) -> Split | None:
+    with without_hooks(body):  # which its call in training_step runs
+        return at_once(body, cuts, leaves)
 
 
 def check_outside(module: nn.Module, body: TrainedModule, optimizer: torch.optim.Optimizer) -> None:

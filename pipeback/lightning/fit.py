@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from pipeback.lightning import find_stages, micro_batches, step_checks, user_optimizer
 from pipeback.lightning.ahead import StagesAhead
-from pipeback.lightning.call_override import call_instead
+from pipeback.lightning.call_override import by_itself
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit_rank import Rank
 from pipeback.lightning.followed_step import Given
@@ -113,7 +113,7 @@ class Fit:
         method = self.interval.method(batches, per_batch)
         trainer = self.module.trainer
         norm, value = user_optimizer.norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
-        with call_instead(self.found.module, self._own) if self.found.followed else nullcontext():
+        with by_itself(self.found.module, self._own):
             split = self.rank.split(example)
         self.twins = StageOptimizers(self.optimizer, self.rank.trained(split), self.size, self.rank.piece)
         clipping, updates = Clipping(norm, value), partial(self.interval.updates, method, per_batch)
@@ -122,7 +122,8 @@ class Fit:
         inside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
         try:
-            self.pipe = self.rank.pipeline(split, optimizer=self.twins, method=method, **given)
+            with by_itself(self.found.module, self._own):
+                self.pipe = self.rank.pipeline(split, optimizer=self.twins, method=method, **given)
         finally:
             torch.set_default_dtype(inside)
         self.update = (batches, per_batch)
@@ -319,8 +320,7 @@ class Fit:
         """Within this context the stages run; a module has its own forward, for it may be traced for another input."""
         begin = time.perf_counter()
         try:
-            itself = call_instead(self.found.module, self._own) if self.found.followed else nullcontext()
-            with itself, self.rank.at_work():
+            with by_itself(self.found.module, self._own), self.rank.at_work():
                 yield
         finally:
             self.busy += time.perf_counter() - begin

@@ -19,6 +19,7 @@ from pipeback.errors import StageError
 from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.build import Built, telling
 from pipeback.pipeline.closed_message import TAKE_BACK, closed
+from pipeback.pipeline.grad_modes import recording
 from pipeback.pipeline.kept_states import KeptStates
 from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.micro_batches import MicroBatcher
@@ -59,11 +60,10 @@ class Engine:
         self.holding, self.setting = built.holding, built.setting
         self.stages, self.model, self.traced = self.holding.stages, self.split.model, self.split.program
         self.size, self.by_samples = options.micro_batches.size, options.micro_batches.weights == "samples"
-        self.outside = options.loss is None
+        self.outside, self._compile = options.loss is None, options.compile
         self.entrance = MicroBatcher(self.traced, self.holding.everywhere)
-        self._intact = ModelCheck(self.model, self.stages)
+        self._intact = ModelCheck(self.model, self.stages, self.traced is None)
         self._followers = ReplicaSync(self.holding.everywhere)
-        self._compile = options.compile
         self.threads = options.threads is not None or built.replicas > 1 or self.ranks.several
         self.current = Options(self.optimizers, 0)
         self.arrived, self.progress = 0, Progress()
@@ -144,13 +144,13 @@ class Engine:
 
     def batches(self, x: Any, y: Any) -> Sequence[Batch]:
         """The micro-batches of a push."""
+        if torch.is_inference_mode_enabled():
+            raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
         return self.entrance.batches(x, y, self.size, self.wait)
 
     def ready(self, batches: Sequence[Batch], expected: int | None = None) -> Runner:
         """Check everything and start the runtime before a micro-batch is let in. expected: micro-batches per push."""
         self.open()
-        if torch.is_inference_mode_enabled():
-            raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
         self._intact.check()
         if self._followers.due:
             self._followers.follow(self.join, self.wait)
@@ -175,7 +175,7 @@ class Engine:
 
     def wait(self) -> None:
         """As `Pipeline.wait`."""
-        with self.lock, torch.enable_grad():
+        with self.lock, recording():
             self.open()
             if self.runtime is not None:
                 harmless = () if isinstance(self.runtime, EventLoop) else (KeyboardInterrupt,)
@@ -186,14 +186,14 @@ class Engine:
 
     def _reach(self, done: Callable[[], bool]) -> None:
         """Do what was pushed until `done` says so; the rest stays in flight."""
-        with self.lock, torch.enable_grad():
+        with self.lock, recording():
             self.open()
             if isinstance(self.runtime, TickLoop):
                 self.do(partial(self.runtime.loop.reach, done))
 
     def drain(self, then: Then) -> None:
         """As `Pipeline.drain`. then: called if something could be in flight."""
-        with self.lock, torch.enable_grad():
+        with self.lock, recording():
             self.open()
             if self.runtime is not None:
                 self._followers.follow(self.join, partial(self.do, self.runtime.drain))

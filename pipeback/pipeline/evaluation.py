@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.pipeline.engine import Engine
+from pipeback.pipeline.grad_modes import unrecorded
 from pipeback.pipeline.held_out import Judge, Means, is_loader, joined, pairs
 from pipeback.pipeline.option_checks import at_least_one
 from pipeback.stages.evaluation import evaluate
@@ -48,7 +49,7 @@ class Evaluation:
     ) -> None:
         """Give `take` the output, y and number of samples of each `size` samples; count: also if size is None."""
         engine = self._engine
-        with engine.lock, torch.no_grad():
+        with engine.lock, unrecorded():
             engine.wait()
             try:
                 if size is None and not count:
@@ -71,7 +72,7 @@ class Evaluation:
         engine = self._engine
         if engine.ranks.several:
             raise RuntimeError("run is for one process; over several, evaluate asks all ranks")
-        with engine.lock, torch.no_grad():
+        with engine.lock, unrecorded():
             engine.wait()
             value = x = engine.entrance.enter(x, engine.wait)
             for stage in engine.stages:

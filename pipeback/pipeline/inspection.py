@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 import pipeback
 from pipeback.counts import counted
 from pipeback.notebook import Drawing, table
@@ -14,6 +12,7 @@ from pipeback.pipeline import memory_use
 from pipeback.pipeline.breakdown import Breakdown, breakdown
 from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine
+from pipeback.pipeline.grad_modes import recording
 from pipeback.pipeline.memory_use import Memory
 from pipeback.plan.assumed_device import assumed
 from pipeback.planner.hardware import Device
@@ -139,7 +138,7 @@ class Inspection:
         there = device if device is None or isinstance(device, Device) else find_device(device)
         if there is not None and x is None:
             raise ValueError(f'plan: give it a push, whose FLOP are counted: pipe.plan(x, y, device="{there.name}")')
-        with engine.lock, torch.enable_grad():
+        with engine.lock, recording():
             engine.open()
             if x is not None:
                 with telling(engine.ranks):
@@ -168,7 +167,7 @@ class Inspection:
                 f"repeats={repeats!r}: write a whole number, such as repeats=15; 0 asks the rehearsal alone"
             )
         engine = self._engine
-        with engine.lock, torch.enable_grad():
+        with engine.lock, recording():
             engine.open()
             if engine.ranks.several:
                 raise RuntimeError("breakdown: other ranks have stages of the model; ask for it in one process")

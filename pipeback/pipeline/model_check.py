@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from pipeback.private import handles, listened
+from pipeback.splitting.module_hooks import Around
 from pipeback.stages.stage import Stage
 from pipeback.stages.tracing_lock import TRACING
 
@@ -36,9 +37,11 @@ class Places:
 
 
 class ModelCheck:
-    """Checks a model and the stages that were built of it."""
+    """Checks a model and the stages that were built of it. sequence: whether its own forward is never run or traced."""
 
-    def __init__(self, model: nn.Module, stages: Sequence[Stage]) -> None:
+    def __init__(self, model: nn.Module, stages: Sequence[Stage], sequence: bool) -> None:
+        self._around = Around([model] if sequence else [])
+        self._was = self._around.now()
         self.stages, self.turn, self._handles = stages, 0, None
         named = [(f"{name}." if name else "", m._modules) for name, m in model.named_modules()]
         self.names = [prefix + key for prefix, children in named for key in children]
@@ -58,6 +61,11 @@ class ModelCheck:
             raise RuntimeError(
                 f"module {self.names[n]!r} of the model was replaced or removed after the pipeline was built, which "
                 "trains the one it was built of; build a new Pipeline"
+            )
+        if self._around.now() != self._was:
+            raise RuntimeError(
+                "modules were added to the model, hooks were registered on it, or a forward was set on it after the "
+                "pipeline was built, which runs those that it was built of, one after the other; build a new Pipeline"
             )
         for s, stage in enumerate(self.stages):
             if stage.home.places is not self._known[s][0]:

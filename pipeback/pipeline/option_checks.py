@@ -303,6 +303,11 @@ def micro_batches(
             f"{who} takes batches: the first dimension counts samples, but a 0-d tensor was given; give x[None]"
         )
     y = batches_in.checked(y)
+    if who == "push" and any(map(Tensor.is_inference, (*parts, *batches_in.tensors(y)))):
+        raise ValueError(
+            "push got tensors of inference mode, of which autograd keeps nothing; make them outside of "
+            "torch.inference_mode(), or push a clone() of each"
+        )
     try:
         length = len(batched[0])
     except RuntimeError as error:

@@ -12,6 +12,7 @@ from torch import Tensor
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.methods.base import Method
 from pipeback.pipeline.engine import Engine, Then
+from pipeback.pipeline.grad_modes import recording
 from pipeback.runtime.outside_ticks import Answer, OutsideTicks
 from pipeback.runtime.runners import PushLoop, Runner, Threads
 from pipeback.schedules.programs import flush
@@ -148,7 +149,7 @@ class OutsideLoss:
     def backward(self, gradients: Sequence[Value], forget: bool = False) -> None:
         """As `Pipeline.backward_many`. forget: a gradient of None drops its micro-batch."""
         engine = self._engine
-        with engine.lock, torch.enable_grad():
+        with engine.lock, recording():
             runtime = self._went_ahead("backward")
             if len(gradients) != self.ahead.count:
                 raise ValueError(
@@ -174,7 +175,7 @@ class OutsideLoss:
 
     def forget(self) -> None:
         """As `Pipeline.forget`."""
-        with self._engine.lock:
+        with self._engine.lock, recording():
             runtime = self._went_ahead("forget")
             if isinstance(runtime, RankRunner):
                 raise RuntimeError("forget: the other ranks are ahead already; give backward a gradient of zeros")
@@ -186,7 +187,7 @@ class OutsideLoss:
     def step(self, then: Then) -> None:
         """As `Pipeline.step`. then: called if something was pushed."""
         engine = self._engine
-        with engine.lock, torch.enable_grad():
+        with engine.lock, recording():
             engine.open()
             if isinstance(engine.runtime, (PushLoop, OutsideTicks, Threads, RankRunner)):
                 engine.modes.pushed()

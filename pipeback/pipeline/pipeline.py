@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -162,7 +162,8 @@ class Pipeline(OutsideCalls):
     def evaluate(
         self, x: Any, y: Any = None, *, batch_size: int | None = None, metrics: Mapping[str, Judge] | None = None
     ) -> Any:
-        """The output for x (N, …) in evaluation mode on the newest weights, without gradients; nothing else changes.
+        """The output for x (N, …) in evaluation mode on the newest weights, without gradients. Nothing changes but what
+        the forward itself writes into in that mode, as in a plain loop.
 
         With y, or for a loader or list of pairs (x, y): the mean loss over all samples, a 0-d float64 tensor.
         batch_size: samples computed at once. metrics: {name: (output, y) -> mean over the batch}; then {"loss": mean,
@@ -281,6 +282,12 @@ class Pipeline(OutsideCalls):
     def ledger(self) -> Sequence[Record]:
         """Records (stage, kind, mb, version) of the last million F and B of each worker here, for the first replica."""
         return self._inspection.ledger()
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            "a Pipeline is not copied or pickled, since autograd's graphs of what is in flight cannot be; save "
+            "pipe.state_dict(), or pipeback.checkpoint.save, and load it into a new Pipeline"
+        )
 
     def __repr__(self) -> str:
         return self._inspection.text()

@@ -18,25 +18,23 @@ from pipeback.stages.stage import Stage
 from pipeback.tensors.copies import equal
 
 _writes = attrgetter("_version", "requires_grad")
+Buffers = dict[str, Tensor | None]
 
 
 class ReplicaSync:
     """everywhere: the stages of every replica in this process; those of the first hold the user's modules."""
 
     def __init__(self, everywhere: Sequence[Sequence[Stage]]) -> None:
-        # weights in a store are elsewhere between two pushes, where nobody writes into them
+        # weights in a store are elsewhere between two pushes, where nobody writes into them; buffers are not
         there = [[stage for stage in stages if stage.home.slot is None] for stages in everywhere]
-        first, *others = [[m for stage in stages for m in stage.module.modules()] for stages in there]
+        first, *others = [_modules(stages) for stages in there]
         self._modules: list[tuple[nn.Module, ...]] = list(zip(first, *others, strict=True)) if others else []
         self._weights = [p for modules in self._modules for p in modules[0]._parameters.values() if p is not None]
+        every = zip(*map(_modules, everywhere), strict=True)
         self._buffers = [
-            (buffer, twin._buffers[key])
-            for own, *twins in self._modules
-            for twin in twins
-            for key, buffer in own._buffers.items()
-            if buffer is not None
+            (own._buffers, twin._buffers, key) for own, *twins in every for twin in twins for key in own._buffers
         ]
-        self._stood: list[int] = []  # the versions of these buffers when they were remembered
+        self._stood: list[_Stands] = []  # these buffers when they were remembered
         self._states = _OptimizerStates(there if others else [])
         self.remember()
         self._begun = False
@@ -44,30 +42,30 @@ class ReplicaSync:
     @property
     def due(self) -> bool:
         """Whether the user seems to have written something since `remember`."""
-        if not self._modules:
+        if not (self._modules or self._buffers):
             return False
         if not self._begun or list(map(_writes, self._weights)) != self._written or self._states.due:
             return True
-        return self._versions() != self._stood
+        return self._stand() != self._stood
 
     def work(self) -> None:
         """Operations will change what optimizers hold."""
         self._states.work()
-        now = self._versions()
+        now = self._stand()
         if now != self._stood:  # a rehearsal has changed buffers, as forwards do: each replica has its own
-            pairs = zip(self._buffers, now, self._stood, strict=True)
-            self._buffers = [pair for pair, version, stood in pairs if version == stood]
-            self._stood = self._versions()
+            homes = zip(self._buffers, now, self._stood, strict=True)
+            self._buffers = [home for home, stands, stood in homes if stands == stood]
+            self._stood = self._stand()
 
     def remember(self) -> None:
         """The weights and optimizer states of all replicas are as they should be, and nothing is under way."""
         self._begun = True
         self._states.rest()
         self._written = list(map(_writes, self._weights))
-        self._stood = self._versions()
+        self._stood = self._stand()
 
-    def _versions(self) -> list[int]:
-        return [buffer._version for buffer, _ in self._buffers]
+    def _stand(self) -> list[_Stands]:
+        return [_Stands(own.get(key)) for own, _, key in self._buffers]
 
     def follow(self, join: Callable[[], object], go_on: Callable[[], object]) -> None:
         """Copy to every replica what the user has written, before loops take it over, which puts versions back.
@@ -81,12 +79,12 @@ class ReplicaSync:
         if copied:
             known = {id(p) for p, before in zip(self._weights, self._written, strict=True) if _writes(p) != before}
             with torch.no_grad():
-                for own, *twins in self._modules:
-                    for twin in twins:
-                        self._copy(own, twin, known)
-                for (buffer, other), version in zip(self._buffers, self._stood, strict=True):
-                    if buffer._version != version:
-                        _put(buffer, other)
+                for module, *twins in self._modules:
+                    for other in twins:
+                        self._copy(module, other, known)
+                for (own, twin, key), stood in zip(self._buffers, self._stood, strict=True):
+                    if not self._begun or _Stands(own.get(key)) != stood:
+                        _put_buffer(own, twin, key)
                 self._states.copy()
             self.remember()  # for whom `go_on` calls
         self.work()
@@ -103,13 +101,35 @@ class ReplicaSync:
             other.requires_grad_(p.requires_grad)
         # statistics are each replica's own, until somebody writes them, as `load_state_dict` does with the weights
         if not self._begun or any(id(p) in known for p, _ in weights):
-            for key, buffer in own._buffers.items():
-                _put(buffer, twin._buffers[key])
+            for key in own._buffers:
+                _put_buffer(own._buffers, twin._buffers, key)
+
+
+class _Stands:
+    """A buffer as it stands: which tensor it is, and how often that was written."""
+
+    def __init__(self, buffer: Tensor | None) -> None:
+        self._buffer, self._writes = buffer, None if buffer is None else buffer._version
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Stands) and self._buffer is other._buffer and self._writes == other._writes
+
+
+def _modules(stages: Sequence[Stage]) -> list[nn.Module]:
+    return [module for stage in stages for module in stage.module.modules()]
 
 
 def _put(value: Tensor | None, into: Tensor | None) -> None:
     if value is not None and into is not None and not equal(value, into):
         into.copy_(value)
+
+
+def _put_buffer(own: Buffers, twin: Buffers, key: str) -> None:
+    value, into = own.get(key), twin.get(key)
+    if value is None or into is None or (value.shape, value.dtype) != (into.shape, into.dtype):
+        twin[key] = None if value is None else value.detach().clone()
+    else:
+        _put(value, into)
 
 
 class _OptimizerStates:

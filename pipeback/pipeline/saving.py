@@ -7,7 +7,6 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from pipeback.checkpoint import commits, pipeline_state
@@ -16,6 +15,7 @@ from pipeback.counts import counted
 from pipeback.errors import StoreError
 from pipeback.pipeline.build import Built
 from pipeback.pipeline.engine import Engine
+from pipeback.pipeline.grad_modes import recording
 from pipeback.pipeline.outside_loss import Ahead
 from pipeback.runtime.loop import Messages
 from pipeback.stages.joint_optimizer import Options, plain_groups
@@ -49,7 +49,7 @@ class Saving:
     def share(self, take: Callable[[Stage, dict[str, Tensor]], None] | None) -> pipeline_state.Share:
         """Do what `Pipeline.share` does."""
         engine = self._engine
-        with engine.lock:
+        with engine.lock, recording():
             engine.wait()
             if self._ahead.count:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
@@ -80,7 +80,7 @@ class Saving:
     def load(self, state_dict: dict[str, Any]) -> None:
         """Do what `Pipeline.load_state_dict` does."""
         engine = self._engine
-        with engine.lock:
+        with engine.lock, recording():
             store = engine.holding.store
             if store is not None and store.closed:
                 raise RuntimeError(
@@ -113,7 +113,7 @@ class Saving:
         options = pipeline_state.options_of(plain, engine.optimizers)
         engine.take_up(plain, options[plain["current"]])
         messages: dict[int, Messages] = {}
-        with torch.enable_grad():
+        with recording():
             for stage in holding.mine:
                 opened = partial(holding.opened, changes=True)
                 loaded = pipeline_state.load(stage, saved, options, opened, holding.present_as_one)
@@ -133,7 +133,7 @@ class Saving:
     def commit(self) -> None:
         """Do what `Pipeline.commit` does."""
         engine = self._engine
-        with engine.lock:
+        with engine.lock, recording():
             store, ranks, holding = engine.holding.store, engine.ranks, engine.holding
             if not isinstance(store, DiskStore):
                 raise RuntimeError(

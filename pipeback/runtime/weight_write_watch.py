@@ -9,6 +9,7 @@ back.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from operator import is_
 
 from pipeback.private import keep_versions
 from pipeback.stages.stage import Stage
@@ -21,10 +22,10 @@ class WeightWriteWatch:
         self._stages = list(stages)
         for stage in self._stages:
             stage.masters.adopt()
-        modules = [stage.module for stage in self._stages]
-        self._tensors = tuple(t for module in modules for t in (*module.parameters(), *module.buffers()))
-        self._hidden = keep_versions(self._tensors)
-        self._seen = [t._version for t in self._tensors]
+        modules = [m for stage in self._stages for m in stage.module.modules()]
+        self._seen: list[int] = []
+        self._homes = [(m._buffers, key) for m in modules for key in m._buffers]
+        self._take()
 
     def look(self) -> None:
         """Before operations: copy to the masters what was written since `remember`, and put the counters back."""
@@ -36,7 +37,17 @@ class WeightWriteWatch:
                 stage.masters.adopted()
 
     def remember(self) -> None:
-        """After operations, which may have changed buffers."""
+        """After operations, which may have changed buffers; they or the user may have replaced some."""
+        if not all(map(is_, [home.get(key) for home, key in self._homes], self._buffers)):
+            self._take()
+            return
         seen = [t._version for t in self._tensors]
         if seen != self._seen:
             self._seen, self._hidden = seen, keep_versions(self._tensors)
+
+    def _take(self) -> None:
+        """Take the parameters and buffers that there are now."""
+        self._buffers = [home.get(key) for home, key in self._homes]
+        weights = (p for stage in self._stages for p in stage.module.parameters())
+        self._tensors = (*weights, *(buffer for buffer in self._buffers if buffer is not None))
+        self._seen, self._hidden = [t._version for t in self._tensors], keep_versions(self._tensors)

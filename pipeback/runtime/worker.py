@@ -40,7 +40,8 @@ from pipeback.tensors.weight_list import Weights, copy_all
 
 _WRITTEN = (
     "; a forward that writes into its weights, as self.weight.clamp_() does under torch.no_grad(), must write into "
-    "their .data, as self.weight.data.clamp_(): after other writes, autograd refuses the backwards that still wait"
+    "their .data, as self.weight.data.clamp_(): after other writes, autograd refuses the backwards that still wait; "
+    "one that writes into a buffer, as self.count.add_(1), computes with self.count.clone()"
 )
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
 

@@ -2,14 +2,14 @@
 
 Such a value is a number, a string, a mode (`if self.training`) or a function, and tracing has fixed it. It is an
 attribute of a module or of an object that a module has (`self.config.scale`), or a global variable. Which weights are
-frozen belongs to it, too: no gradient goes to where all are. When somebody sets another value, the model is traced
-again; with the old value, the old scripts are used again.
+frozen belongs to it, too: no gradient goes to where all are; and so do hooks. When somebody sets another value, the
+model is traced again; with the old value, the old scripts are used again.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from pipeback.splitting.attribute_changes import UNLIKE
 from pipeback.splitting.code_reads import code_reads
+from pipeback.splitting.module_hooks import Around
 from pipeback.splitting.module_walk import walked
 from pipeback.tensors.structures import PLAIN
 
@@ -36,12 +37,14 @@ class AttributeReads:
         self._values: dict[Name, Callable[[], Any]] = {}
         self._objects: list[Any] = []  # those that were looked into
         self._states: list[list[Any]] = []
+        self._around = Around()
 
-    def add(self, names: Collection[Name], paths: Mapping[str, nn.Module], traced: Iterable[nn.Module]) -> None:
+    def add(self, names: Collection[Name], paths: Mapping[str, nn.Module], traced: Collection[nn.Module]) -> None:
         """Add attributes that a forward has read; earlier traces have not read them and do not depend on them.
 
         paths: the modules by their paths. traced: those whose own code was followed.
         """
+        self._around.add(traced)
         kinds: dict[Any, None] = {type(module): None for module in traced}
         codes = [code_reads(kind) for kind in kinds]
         inside = frozenset[str]().union(*(code.names for code in codes))
@@ -69,23 +72,12 @@ class AttributeReads:
         now = [value() for value in self._values.values()]
         if training is not None:
             now = [training if key == "training" else x for (_, key), x in zip(self._values, now, strict=True)]
-        now.insert(0, list(map(_trains, self._weights)))
+        now = [list(map(_trains, self._weights)), self._around.now(), *now]
         for number, state in enumerate(self._states):
             if all(a is b or _same(a, b) for a, b in zip(now, state, strict=True)):
                 return number
         self._states.append([_kept(value) for value in now])
         return len(self._states) - 1
-
-
-def traced_into(modules: Mapping[str, nn.Module], leaves: Callable[[str, nn.Module], bool]) -> Iterator[nn.Module]:
-    """Yield the modules whose own code is followed. leaves: says which are kept whole, with all that is in them."""
-    whole: tuple[str, ...] = ()
-    for path, module in modules.items():
-        if not path.startswith(whole):
-            if leaves(path, module):
-                whole = (*whole, f"{path}." if path else "")
-            else:
-                yield module
 
 
 @contextmanager

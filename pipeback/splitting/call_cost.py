@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import Tensor
 
-from pipeback.private import TorchDispatchMode, pytree
+from pipeback.private import TorchDispatchMode, functions_unheard, pytree
 
 BYTE, OPERATION = 8.0, 1e5  # in FLOPs
 
@@ -30,7 +30,8 @@ class Work(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        with functions_unheard():  # a tracer that hears of functions would take operators, without gradients, for them
+            out = func(*args, **kwargs)
         if getattr(func, "is_view", False):
             return out
         flops = self._flops.get(getattr(func, "overloadpacket", None))

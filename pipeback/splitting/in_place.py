@@ -90,7 +90,11 @@ class Kept:
                     self._by_memory.setdefault(identity(p), []).append((key, p))
         for x in pytree.tree_leaves((args[:1], kwargs.get("out"))):
             if isinstance(x, Tensor) and x.layout is torch.strided:
-                for key, p in self._by_memory.get(identity(x), ()):
+                try:
+                    there = identity(x)
+                except NotImplementedError:  # it stands for another within torch.func.grad, and has no memory
+                    continue
+                for key, p in self._by_memory.get(there, ()):
                     self.writes.setdefault(key, []).append(number)
                     if not isinstance(p, nn.Parameter):
                         continue

@@ -6,7 +6,8 @@ form of micro-batch (shapes, types, training or evaluation); `print(segment.__sc
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -258,6 +259,22 @@ class Segment(nn.Module):
             )
         same = (other for other, form in self.__scripts.values() if form == portion.form and other.does(script))
         self.__scripts.add(key, (next(same, script), portion.form))  # the forms of a model differ in few stages
+
+    @contextmanager
+    def __instead__(self, others: Mapping[int, Tensor]) -> Iterator[None]:
+        """A context within which scripts use other tensors than those with these identities."""
+        scripts = [script for script, _ in self.__scripts.values()]
+        try:
+            for script in scripts:
+                script.put(others)
+            yield
+        finally:
+            for script in scripts:
+                script.put({})
+
+    def __forget__(self) -> None:
+        """Forget all forms."""
+        self.__scripts = ByForm()
 
     def __script__(self) -> str:
         """Return its script for every form that it knows, as Python."""

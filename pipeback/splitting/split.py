@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from pipeback.counts import counted
 from pipeback.notebook import Drawing, bars, table
 from pipeback.splitting.cut_points import Cuts, chosen, family
+from pipeback.splitting.module_hooks import dressed
 from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.partition import StagePart, declared, join, plain, split
 from pipeback.splitting.traced_model import TracedModel
@@ -123,7 +124,10 @@ def at_once(
     weights in the stages of a sequence are an error; otherwise they are a reason to trace it.
     """
     reasons = {} if reasons is None else reasons
-    if plain(model) and _whole(cuts) and not leaves:
+    around = dressed(model)
+    if plain(model) and around:
+        reasons["a"] = f"{around}, which a sequence of stages would not run"
+    elif plain(model) and _whole(cuts) and not leaves:
         try:
             parts = split(model)
         except ValueError as error:
@@ -142,6 +146,12 @@ def at_once(
     if not callable(getattr(model, "pipeline_stages", None)):
         reasons["b"] = "it has no pipeline_stages()"
     elif _whole(cuts):
+        if around:
+            raise ValueError(
+                f"{type(model).__name__}: {around}, but its stages are what its pipeline_stages() returns, and nobody "
+                "calls it; leave that to a module in its first or last stage, or have its forward traced: "
+                'stages="layer" and example='
+            )
         parts = split(declared(type(model).__name__, model))
         return Split("b: its pipeline_stages()", join(parts, _count(cuts)), model, None, reasons)
     else:

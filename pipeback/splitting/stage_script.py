@@ -152,6 +152,11 @@ class Script:
         around = {"__builtins__": builtins, "__name__": __name__}
         self.function = FunctionType(code.replace(co_filename=code.co_filename), {**around, **self.others, **self.held})
 
+    def put(self, others: Mapping[int, Any]) -> None:
+        """Run with other parts instead of those with these identities; with none, run with its own again."""
+        around = self.function.__globals__
+        around.update((name, others.get(id(part), part)) for name, part in self.held.items())
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Script:
         found = Script()
         found.__dict__.update(vars(self), held=copy.deepcopy(self.held, memo))

@@ -12,14 +12,15 @@ import warnings
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from typing import Any
 
 from torch import nn
 
 from pipeback.private import FakeTensorMode
 from pipeback.splitting.attribute_changes import Name, again
-from pipeback.splitting.attribute_reads import AttributeReads, modes, traced_into
-from pipeback.splitting.branches import MOST, decisions, mark, told
+from pipeback.splitting.attribute_reads import AttributeReads, modes
+from pipeback.splitting.branches import decisions, told
 from pipeback.splitting.call_arguments import Arguments, arguments_of
 from pipeback.splitting.call_cost import Work
 from pipeback.splitting.call_trace import Call, CallTrace
@@ -31,6 +32,7 @@ from pipeback.splitting.forward_check import check_equal
 from pipeback.splitting.input_forms import Key, key_of
 from pipeback.splitting.key_value_caches import caching, without_caches
 from pipeback.splitting.known_forms import Known, device_of, example_of, tensors_of, with_own_tensors
+from pipeback.splitting.module_hooks import check_hooks, kept_for_hooks, traced_into
 from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.module_walk import KINDS, held, unsaved_buffers, walked
 from pipeback.splitting.outside_draws import OutsideDraws
@@ -42,6 +44,7 @@ from pipeback.splitting.size_decisions import deciding_by_sizes
 from pipeback.splitting.stage_names import label, labels
 from pipeback.splitting.uncompiled import eagerly
 from pipeback.splitting.value_reads import check_value_reads
+from pipeback.splitting.variants import Variants
 from pipeback.tensors import accelerators
 from pipeback.tensors.batches import bare
 from pipeback.tensors.copies import pieces, to_device
@@ -77,10 +80,8 @@ class TracedModel:
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
         self._walked = walked(model)  # its modules, as they were when it was traced last
-        self.held = AttributeReads(model)
-        self._cures: dict[str, str] = {}
-        self._known: dict[Key, Known] = {}
-        self._variants: dict[Key, list[Known]] = {}  # the variants of every form
+        self.held, self._cures = AttributeReads(model), dict[str, str]()
+        self._variants = Variants(type(model).__name__)
         self.units: list[Unit] = []
         arguments, complete = self.arguments(example), self.complete
         entered, _ = self._entered(example, arguments)  # refuses what has no tensors
@@ -128,13 +129,12 @@ class TracedModel:
 
     def leave(self, output: Any, x: Any, training: bool | None) -> Any:
         """Return the model's output, from the tensors that the last stage gave for the tensors x."""
-        form = self._known[self._key(x, training)].output
-        return form.fill(tensors_of(output))
+        return self._variants.output(self._key(x, training)).fill(tensors_of(output))
 
     def known(self, x: Any, form: Form, training: bool | None) -> Any | None:
         """Return the tensors x with the mark of their variant; None if the model was not traced for their form."""
         parts = tensors_of(x)
-        for known in self._variants.get(self._key(parts, training), ()):
+        for known in self._variants.of(self._key(parts, training)):
             if known.inputs == form and all(decision.holds(parts) for decision in known.decisions):
                 return known.marked(x)
         return None
@@ -153,31 +153,35 @@ class TracedModel:
 
     def forms(self) -> list[dict[str, Any]]:
         """Return the known forms as plain values, for a saved state, whose micro-batches in flight have these forms."""
-        found = []
-        settings = {self.segments[0].__setting__, *map(self.held.number, (None, False, True))}
-        for (training, (setting, autocast), *tensors), ways in self._variants.items():
-            if setting not in settings:
-                continue
-            found += [known.plain(training, autocast, tensors) for known in ways]
-        return found
+        return self._variants.plain(self._settings())
 
     def know(self, forms: Sequence[Mapping[str, Any]]) -> None:
-        """Trace the model for these forms, by shapes alone."""
+        """Trace the model for these forms, by shapes alone.
+
+        Micro-batches in flight have the marks that tell these forms apart, so other forms that are known are forgotten.
+        """
+        if not self._variants.hold(forms, self._settings()):
+            self._variants.clear()
+            for segment in chain.from_iterable(self._copies):
+                segment.__forget__()  # type: ignore[operator]
         for form in (*forms, *forms):  # tracing one may find attributes by which another is known anew
             with accelerators.under(accelerators.read(form.get("autocast", ()))):  # earlier states have none
                 self._know(form)
         self.set(self.held.number())
 
+    def _settings(self) -> set[int]:
+        return {self.segments[0].__setting__, *map(self.held.number, (None, False, True))}
+
     def _know(self, form: Mapping[str, Any]) -> None:
         training = None if form["training"] == self.model.training else form["training"]
         x, structure = example_of(form)
-        ways = self._variants.get(self._key(x, training), ())
+        ways = self._variants.of(self._key(x, training))
         if any(way.inputs == structure and way.answers == form["answers"] for way in ways):
             return
         arguments = Arguments(*structure.fill(x))
         with modes(self.model, training):
             record, known = self._follow(arguments, real=False, answers=form["answers"])
-        self._take(record, x, training, known.as_saved(form))
+        self._take(record, x, training, known.as_saved(form), saved=True)
 
     def set(self, number: int) -> None:
         """Tell the stages the model's settings, by their number in `AttributeReads`."""
@@ -228,9 +232,11 @@ class TracedModel:
     def _cut(self, arguments: Arguments, real: bool, finest: Cuts, work: Work | None) -> tuple[CallTrace, Known]:
         """Trace the model on the example, and find the units of this granularity."""
         blocks = self.blocks if finest == "block" else []
+        begun = {*blocks, *(() if isinstance(finest, (str, int)) else finest)}
+        self.whole.update(kept_for_hooks(self._walked, leaves(blocks, self.whole, self.opened), begun))
         self._leaves = leaves(blocks, self.whole, self.opened)
         record, known = self._follow(arguments, real, work=work)
-        fixed = {*self.opened, *self.whole, *blocks, *(() if isinstance(finest, (str, int)) else finest)}
+        fixed = {*self.opened, *self.whole, *begun}
         if found := deciding_by_sizes(self.model, record, known.decisions, fixed):
             self.whole.update(found)
             record, known = self._follow(arguments, real, work=work)
@@ -247,12 +253,13 @@ class TracedModel:
         work: Work | None = None,
         left: Collection[Name] = (),
     ) -> tuple[CallTrace, Known]:
+        check_hooks(self._walked, self._leaves)
         tensors, form = opened(tuple(arguments))
         trace = partial(self._trace, arguments, real, answers, left)
         record = trace(work)
         if record.draws is not None:  # something was drawn; in its leaves, or between them
             record = trace(work, fine=True)
-        self.held.add(record.decided, self._walked, traced_into(self._walked, self._leaves))
+        self.held.add(record.decided, self._walked, [m for _, m in traced_into(self._walked, self._leaves)])
         check_draws(self.model, record, partial(trace, fine=True))
         check_value_reads(self.model, record)
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
@@ -347,15 +354,11 @@ class TracedModel:
         """Return the key of tensors x. training: the mode of the model; None: the mode that is set."""
         return key_of(tensors_of(x), self.model.training if training is None else training, self.held.number(training))
 
-    def _take(self, record: CallTrace, x: Any, training: bool | None, known: Known) -> Any:
-        """Teach the stages the work for micro-batches like x; return x with its mark."""
-        others = self._variants.setdefault(self._key(x, training), [])
-        if len(others) == MOST:
-            raise known.too_many(type(self.model).__name__)
-        differs = any(o.inputs != known.inputs for o in others)
-        if known.mark is None and (known.decisions or differs):
-            taken = [o.mark for o in others if o.mark is not None]
-            known = known._replace(mark=mark(known.decisions, taken, known.inputs.constants if differs else ()))
+    def _take(self, record: CallTrace, x: Any, training: bool | None, known: Known, saved: bool = False) -> Any:
+        """Teach the stages the work for micro-batches like x; return x with its mark. saved: it is that of a state."""
+        key = self._key(x, training)
+        if not saved:
+            known = self._variants.marked(key, known)
         try:
             staged = self.ownership.lent(record, self._staged(record))
             if not all(self.ownership.able(s, call) for s, call in staged):
@@ -373,11 +376,8 @@ class TracedModel:
         asked = {decision.number for decision in known.decisions}
         try:
             return self._learn(record, staged, asked, known, x, training)
-        except LooksAlike:
-            if known.mark is not None or not record.loose:
-                raise
-            shapes = [*known.inputs.constants, *((tuple(t.shape), t.dtype) for t in tensors_of(x))]
-            return self._learn(record, staged, asked, known._replace(mark=mark((), (), shapes)), x, training)
+        except LooksAlike:  # as a form with other shapes that a later stage does not see
+            return self._learn(record, staged, asked, self._variants.apart(key, known), x, training)
 
     def _learn(
         self,
@@ -395,6 +395,5 @@ class TracedModel:
         for s, (portion, forms) in enumerate(found):
             for copy in self._copies:
                 copy[s].__learn__(key if s == 0 else (*key[:2], *forms), portion)  # type: ignore[operator]
-        self._known[key] = known
-        self._variants[self._key(x, training)].append(known)
+        self._variants.add(self._key(x, training), key, known)
         return marked

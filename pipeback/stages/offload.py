@@ -41,8 +41,16 @@ class HostActivations:
     def forward(self, stage: Stage, flight: Flight, given: Value) -> Value:
         """F: return the output; the flight keeps the root of its graph, but not the output's memory."""
         packing = _Packing(stage, flight)
-        with saved_tensors_hooks(packing, _back):
-            output = stage.compute(given, flight.target)
+        try:
+            with saved_tensors_hooks(packing, _back):
+                output = stage.compute(given, flight.target)
+        except RuntimeError as error:
+            if "support saved tensor hooks" not in str(error):
+                raise
+            raise ValueError(
+                f"{stage.label}: its forward differentiates by torch.func, which activations='host' does not go with; "
+                f"give its activations as {{{stage.index}: 'device'}}, or activations='device' for all stages"
+            ) from error
         self.copied = packing.copied
         packing.end()
         flight.output = rooted(output)

@@ -13,13 +13,14 @@ buffers of F. All other side effects of the module, including those of its hooks
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from pipeback.splitting import outside_draws
+from pipeback.splitting.segment import Segment
 from pipeback.stages.flight import Flight, Value, cut, grown
 from pipeback.stages.module_settings import Settings
 from pipeback.stages.saved_graph import held_bytes
@@ -139,10 +140,12 @@ def _swapped(module: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
         path, _, key = name.rpartition(".")
         owner = module.get_submodule(path)._buffers
         homes.append((owner, key, owner[key]))
+    others = {id(own): other for (_, _, own), other in zip(homes, buffers.values(), strict=True)}
     try:
         for (owner, key, _), other in zip(homes, buffers.values(), strict=True):
             owner[key] = other
-        yield
+        with module.__instead__(others) if buffers and isinstance(module, Segment) else nullcontext():
+            yield
     finally:
         for owner, key, own in homes:
             owner[key] = own

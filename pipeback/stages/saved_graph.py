@@ -61,7 +61,17 @@ def keep(roots: Sequence[Tensor], known: set[int], where: str) -> tuple[list[Ten
     that yields other numbers (a threshold taken from the data, say) must be noticed.
     """
     values, signature, graph = [], [], nodes(roots)
-    for name, tensor, _ in _shown(graph):
+    try:
+        found = list(_shown(graph))
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{where}: a tensor that its backward needs was changed in place after its forward, so that neither it nor "
+            "a state can be computed; if the forward writes into a buffer, as self.count.add_(1), compute with "
+            "self.count.clone()"
+        ) from error
+    for name, tensor, _ in found:
         if not lies_in(tensor, known):
             values.append(replica(tensor))
             signature.append(name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -131,7 +131,8 @@ class StoreUpdates:
 
     def close(self) -> None:
         """Stop the thread; updates that have not begun are dropped."""
-        self._thread.shutdown(cancel_futures=True)
+        with suppress(RuntimeError):  # who drops the pipeline may be this very thread, when it collects garbage
+            self._thread.shutdown(cancel_futures=True)
 
     # -- incomplete sums -------------------------------------------------------------------------------------------
 

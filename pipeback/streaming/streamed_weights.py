@@ -19,7 +19,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import NamedTuple
 
 import torch
@@ -164,7 +164,8 @@ class StreamedWeights:
 
     def close(self) -> None:
         """Stop the threads, and remove all stages from the device, also after an error."""
-        self._fetching.shutdown(cancel_futures=True)
+        with suppress(RuntimeError):  # who drops the pipeline may be this very thread, when it collects garbage
+            self._fetching.shutdown(cancel_futures=True)
         self._updates.close()
         while self._policy.here:
             for stage in self._units[self._policy.here.pop()]:

@@ -48,10 +48,15 @@ def _items(batch: UserDict[Any, Any]) -> UserDict[Any, Any]:
     return found
 
 
+def tensors(batch: Any) -> list[Tensor]:
+    """Return every tensor in a batch."""
+    inside = parts(batch) if simple(batch) else opened(bare(batch), opens=_holds)[0]
+    return [part for part in inside if isinstance(part, Tensor)]
+
+
 def samples(batch: Any) -> list[int]:
     """Return the length of every tensor in a batch that has dimensions."""
-    inside = parts(batch) if simple(batch) else opened(bare(batch), opens=_holds)[0]
-    return [len(part) for part in inside if isinstance(part, Tensor) and part.dim()]
+    return [len(part) for part in tensors(batch) if part.dim()]
 
 
 def sizes(length: int, size: int) -> list[int]:

@@ -12,7 +12,7 @@ import pipeback
 from pipeback import norms, sparsities
 from tests.laws.cases import network
 
-from .rows import BATCH, Row, build, loads, sgd, trains
+from .rows import BATCH, Branching, Row, build, loads, sgd, trains
 
 
 class Fickle(nn.Module):
@@ -44,6 +44,24 @@ def fickle(**options: Any) -> Callable[[], Any]:
         pipe = build(model, example=BATCH, **options)
         pipe.push(BATCH, BATCH)
         model.blocks[1].more = "late"
+        pipe.push(BATCH, BATCH)
+        pipe.wait()
+
+    return do
+
+
+def heard(model: Callable[[], nn.Module], when: str, **options: Any) -> Callable[[], Any]:
+    """Train with a hook on the gradients of the model, from "first" on, or "later", or with a "new" pipeline then."""
+
+    def do() -> None:
+        made = model()
+        if when == "first":
+            made.register_full_backward_hook(lambda *given: None)
+        pipe = build(made, **options)
+        pipe.push(BATCH, BATCH)
+        if when != "first":
+            made.register_full_backward_hook(lambda *given: None)
+            pipe = build(made, example=BATCH, stages=pipeback.Splitting(leaves=[""])) if when == "new" else pipe
         pipe.push(BATCH, BATCH)
         pipe.wait()
 
@@ -145,6 +163,21 @@ ROWS: dict[str, Row] = {
         lambda: build(Turning(), stages="layer", example=BATCH),
         "buffer 'turn' is changed by the forward, and stages 0 and 1 read it.*leaves=",
         lambda: trains(model=Turning(), stages=pipeback.Splitting("layer", leaves=[""]), example=BATCH),
+    ),
+    "hooks on the gradients of a model": Row(
+        heard(Branching, "first", example=BATCH, stages="layer"),
+        r"the model \(Branching\) has hooks on its gradients .*, which are called with the whole module only;.*leaves=",
+        heard(Branching, "first", example=BATCH, stages=pipeback.Splitting(leaves=[""])),
+    ),
+    "such hooks between pushes": Row(
+        heard(Branching, "later", example=BATCH, stages="layer"),
+        "has got hooks on its gradients after the pipeline was built, which its stages.* build a new Pipeline",
+        heard(Branching, "new", example=BATCH, stages="layer"),
+    ),
+    "hooks on a sequence between pushes": Row(
+        heard(lambda: network(3), "later"),
+        "modules were added to the model, hooks were registered on it.* build a new Pipeline",
+        heard(lambda: network(3), "new"),
     ),
     "a module with buffers in two stages": Row(
         lambda: build(Again(True), stages="layer", example=BATCH),

@@ -12,6 +12,8 @@ import torch
 from .plain import is_plain, trained_plainly
 from .program import Program, Seen
 
+# models that are known to run as one do not fail as one
+BROKEN = "torch cannot (run|write) |does not depend on their input"
 TOLERANCE = 1e-9  # of what float64 rounds differently in another order of sums, over a few dozen updates
 
 
@@ -48,7 +50,7 @@ def _refused_as_one(program: Program) -> bool:
             program.train(dtype)
             found.append(False)
         except ValueError as error:
-            if not re.search("no stages (can run as one|are alike)", str(error)):
+            if re.search(BROKEN, str(error)) or not re.search("no stages (can run as one|are alike)", str(error)):
                 raise
             found.append(True)
     assert len({*found}) == 1, "stages are alike in one type, and not in another"

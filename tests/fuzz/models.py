@@ -1,7 +1,7 @@
 """The models that are fuzzed: small lists of layers per stage, of kinds that keep different things for the backward.
 
-All take x (N, 6), but those of `WHOLE`, and give (N, 6). Layers of `RANDOM` models draw numbers or keep statistics: the
-recurrence leaves those out, and they are compared with the event loop alone.
+All take x (N, 6), but those of `WHOLE`, and give (N, 6). Layers of `RANDOM` models draw numbers, keep statistics or
+write into their weights: the recurrence leaves those out, and they are compared with the event loop alone.
 """
 
 from __future__ import annotations
@@ -63,6 +63,25 @@ class Unused(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
         self.spare = nn.Parameter(torch.ones(3))
+
+
+class Gated(nn.Linear):
+    """Its graph keeps a buffer, which the user sets."""
+
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH)
+        self.register_buffer("gate", torch.linspace(0.5, 1.0, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * self.gate
+
+
+class Bounded(nn.Linear):
+    """Its forward clamps its weights."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.weight.data.clamp_(-0.3, 0.3)
+        return super().forward(x)
 
 
 class Scaled(nn.Linear):
@@ -156,6 +175,14 @@ def _spare(s: int, S: int) -> list[nn.Module]:
     return [Spare(), nn.Tanh()]
 
 
+def _gated(s: int, S: int) -> list[nn.Module]:
+    return [Gated(), nn.Tanh()]
+
+
+def _bounded(s: int, S: int) -> list[nn.Module]:
+    return [Bounded(WIDTH, WIDTH), nn.Tanh()]
+
+
 def _unused(s: int, S: int) -> list[nn.Module]:
     return [Unused(), nn.Tanh()]
 
@@ -201,17 +228,20 @@ def _dropping(s: int, S: int) -> list[nn.Module]:
 
 
 def _batch(s: int, S: int) -> list[nn.Module]:
-    return [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.ReLU()] if s % 2 else [nn.Linear(WIDTH, WIDTH)]
+    if s % 2:  # no bias, whose gradient would be what was rounded: Adam would make whole steps of it
+        return [nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH, eps=0.01), nn.ReLU()]
+    return [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
 
 
 MODELS: dict[str, Callable[[int, int], list[nn.Module]]] = {
     "linear": _linear, "alike": _alike, "mixed": _mixed, "residual": _residual, "convolutional": _convolutional,
     "depthwise": _depthwise, "named": _named, "weighed": _weighed, "spare": _spare, "frozen": _frozen,
     "in place": _in_place, "narrow": _narrow, "dropping": _dropping, "batch": _batch, "unused": _unused,
-    "scaled": _scaled, "tied": _tied, "turned": _turned, "indices": _indices, "sparse": _sparse,
+    "scaled": _scaled, "tied": _tied, "turned": _turned, "indices": _indices, "sparse": _sparse, "gated": _gated,
+    "bounded": _bounded,
 }  # fmt: skip
 FOLLOWED = ("followed", "counted")  # forms
-RANDOM = ("dropping", "batch")
+RANDOM = ("dropping", "batch", "bounded")
 WHOLE = ("indices", "sparse")  # which take x (N,) of whole numbers below 9
 # whose stages may run as one
 ALIKE = (
@@ -224,6 +254,10 @@ ALIKE = (
     "frozen",
     "scaled",  # every other one; neighbours only look alike
 )
+
+
+# methods that run "bounded" on its own weights: copies would lose what its forward writes
+OWN_WEIGHTS = ("sgd", "pb-0", "pb-1", "pb-2", "gpipe", "gpipe-3", "gpipe-8", "one_f_one_b", "one_f_one_b-2", "ef")
 
 
 def trained(module: nn.Module) -> list[str]:

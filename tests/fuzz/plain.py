@@ -116,6 +116,9 @@ class _Plain:
             values = {n: v for n, v in other.state_dict().items() if not n.endswith("mask")}
             block.load_state_dict(values, strict=False)
 
+    def gate(self, at: str, s: int, factor: float, how: str) -> None:
+        self.blocks[s][0].gate.mul_(factor)
+
     def clear(self, at: str) -> None:
         for optimizer in self.optimizers if self.program.optimizer in CLEARED else ():
             if optimizer is not None:

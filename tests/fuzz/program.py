@@ -72,7 +72,8 @@ class Program:
     @property
     def has_equations(self) -> bool:
         """Whether the recurrence knows its numbers. It has no random layers, and does not cut models by their costs."""
-        return self.model not in RANDOM and self.form != "counted" and all(name != "fill" for name, *_ in self.calls)
+        late = any(name == "fill" or "in flight" in values for name, *values in self.calls)  # which of B came before?
+        return self.model not in RANDOM and self.form != "counted" and not late
 
     def train(self, dtype: torch.dtype = torch.float64, **runtime: Any) -> Seen:
         """What the library shows."""
@@ -157,7 +158,7 @@ class _Expected:
                 stage.get_parameter(n): torch.from_numpy(p.copy()) for n, p in zip(trained(stage), w, strict=True)
             }
             for name, value in stage.state_dict(keep_vars=True).items():
-                self.seen.append((f"{at} {prefix}{s}.{name}", values.get(value, value.detach())))
+                self.seen.append((f"{at} {prefix}{s}.{name}", values.get(value, value.detach().clone())))
 
     def evaluate(self, at: str, samples: int) -> None:
         x, _ = self.program.batches(samples, 1000)
@@ -180,11 +181,16 @@ class _Expected:
     def load(self, at: str) -> None:
         if self.saved is not None:
             self.recurrence, self.rates, self.pushes = copy.deepcopy(self.saved)
+            self.network = self.recurrence.network  # type: ignore[assignment]
 
     def listen(self, at: str, what: str, s: int) -> None:
         self.push(at, 2)
         self.push(at, 2)
         self.drain(at)
+
+    def gate(self, at: str, s: int, factor: float, how: str) -> None:
+        self.drain(at)
+        self.network.stages[s][0].gate.mul_(factor)  # type: ignore[union-attr, operator]
 
     def forms(self, at: str) -> None:
         self.listen(at, "", 0)

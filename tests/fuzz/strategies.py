@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from .cases import METHODS, OPTIMIZERS, allows, most_workers, optimizers, stepping
-from .models import ALIKE, FOLLOWED, MODELS, RANDOM
+from .models import ALIKE, FOLLOWED, MODELS, OWN_WEIGHTS, RANDOM
 from .odd_options import ODD
 from .pending import PENDING
 from .program import Program
@@ -111,6 +111,8 @@ def _changing(program: dict[str, Any], samples: st.SearchStrategy[int]) -> list[
     found += [_call("rate", [0.5, 1.5, 0.0], st.none() | stage), _call("dropout", [0.0, 0.3])]
     if program["model"] != "sparse":  # torch has no decay for sparse gradients
         found += [_call("decay", [0.0, 0.02])]
+    if program["model"] == "gated":
+        found += [_call("gate", stage, [0.5, 1.25], ["drained", "replaced", "in flight"])] * 2
     batch = program["model"] == "batch"  # whose statistics need two samples for each replica
     if inside and not (batch and program["options"].get("replicas")):
         found += [_call("forms")]
@@ -135,7 +137,8 @@ def _methods(optimizer: str | None) -> list[str]:
 
 def _models(method: str) -> list[str]:
     """torch has sparse gradients for few optimizers, which not every method takes."""
-    return [name for name in MODELS if name != "sparse" or {"sgd", "momentum"} & set(optimizers(method))]
+    found = [name for name in MODELS if name != "sparse" or {"sgd", "momentum"} & set(optimizers(method))]
+    return [name for name in found if name != "bounded" or method in OWN_WEIGHTS]
 
 
 def programs(call: str = "", **fixed: Any) -> st.SearchStrategy[Program]:
@@ -184,6 +187,9 @@ def _programs(draw: st.DrawFn, fixed: dict[str, Any], call: str) -> Program:
     found |= {name: value for name, value in fixed.items() if name == "runtime"}
     if not found["outside"] and not found["options"].get("replicas"):  # else it is no mean over the samples
         found["loss"] = fixed.get("loss") or draw(often("mse", st.just("sloping"), 5))
+    if found["model"] == "bounded":  # what is written into copies of weights, or written twice, is refused
+        found["options"] = {k: v for k, v in found["options"].items() if k != "activations"}
+        found["runtime"] = {k: v for k, v in found["runtime"].items() if k not in ("store", "masters")}
     if found["model"] == "weighed":
         found["options"].pop("replicas", None)  # it computes by the number of samples, and each has a part of them
         # what is in host memory is not made anew

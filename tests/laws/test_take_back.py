@@ -8,6 +8,7 @@ from torch import nn
 
 import pipeback
 from pipeback.runtime.lazy_loss import LazyLoss
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, OPTIMIZERS, STAGES, data, everything, suited
 from tests.pipeline.test_dropped import BAD, Raises, loss
 
@@ -113,9 +114,17 @@ def test_every_method(case):
     compared(case, at, backward, gone=(5,), count=16, workers=2, every=(1, 3, 7)[n % 3])
 
 
+ALL = [
+    (case, at, options)
+    for case in ("pb", "cerebras", "one_f_one_b-3")
+    for at in (0, STAGES - 1)
+    for options in RUNTIMES
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
-@pytest.mark.parametrize("options", RUNTIMES, ids=str)
-@pytest.mark.parametrize("case", ["pb", "cerebras", "one_f_one_b-3"])
-@pytest.mark.parametrize(("at", "backward"), [(0, True), (3, False)])
-def test_every_runtime(case, at, backward, options):
+@pytest.mark.parametrize(("case", "at", "options"), mostly_rare(ALL, *ALL[::4]), ids=str)
+def test_every_runtime(case, at, options):
+    """Each method with some, and each runtime with some methods: all pairs are in the soak."""
+    backward = not at
     compared(case, at, backward, micro_batch_size=2, **options)

@@ -35,8 +35,11 @@ def read(pipe, sizes=SIZES, reads=lambda n: True, before=lambda n: None):
     return torch.stack([loss.double() for loss in losses]), weights(pipe)
 
 
-@pytest.mark.parametrize("build", [None, unlike], ids=["alike", "unlike"])
-@pytest.mark.parametrize("case", mostly_rare(EVERY, "pb", "cerebras", "pipedream", "spectrain", "pipemare-t3"))
+READ = [(case, build) for case in EVERY for build in (None, unlike)]
+USUAL = (("pb", None), ("cerebras", unlike), ("pipedream", None), ("spectrain", None), ("pipemare-t3", unlike))
+
+
+@pytest.mark.parametrize(("case", "build"), mostly_rare(READ, *USUAL))
 def test_losses_that_are_read_at_once(case, build, leapt):
     one, other = pipelines(case, **({} if build is None else {"build": build}))
     same(read(other), read(one))

@@ -38,9 +38,9 @@ def agree(case, ahead, optimizer=None, **options):
     return pipe
 
 
-@pytest.mark.parametrize("case", STREAMED)
+@pytest.mark.parametrize("case", mostly_rare(STREAMED, "cerebras", *STREAMED[::2]))
 def test_every_method_equals_the_event_loop(case):
-    agree(case, AHEAD[STREAMED.index(case) % len(AHEAD)])
+    agree(case, AHEAD[STREAMED.index(case) // 2 % len(AHEAD)])
 
 
 @pytest.mark.soak
@@ -95,7 +95,7 @@ def test_several_micro_batches_per_update():
 COUNTED = [(c, a, n) for c in ("pb", "cerebras", "pipedream", "pipeoptim-xpipe") for a in (0, 3, 5) for n in (1, 4)]
 
 
-@pytest.mark.parametrize(("case", "ahead", "count"), mostly_rare(COUNTED, *COUNTED[::5]))
+@pytest.mark.parametrize(("case", "ahead", "count"), mostly_rare(COUNTED, *COUNTED[::9]))
 def test_bytes_predicted_are_bytes_counted(case, ahead, count):
     pipe = pipeline(model(), CASES[case](S), micro_batch_size=3, store=store(ahead), vectorize=True)
     some = iter(doubles(200))
@@ -173,7 +173,7 @@ def test_the_collector_agrees_with_the_declaration(case):
 # -- states ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("case", mostly_rare(STREAMED, "pb", "cerebras", "pipedream", "msnag-stash"))
+@pytest.mark.parametrize("case", mostly_rare(STREAMED, "cerebras", "msnag-stash"))
 def test_resumed_in_flight(case):
     """With the bits of the run that was not interrupted at the same place."""
     some = doubles(30)

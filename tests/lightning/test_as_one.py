@@ -20,7 +20,7 @@ from torchmetrics import MeanSquaredError
 
 from pipeback.lightning import PipelineMonitor
 from pipeback.vectorized.stacks import whole_cost
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import S, model, same
 from tests.laws.cases import CASES, STEADY, allowed
 from tests.lightning.cases import DataLoader, Regression, TensorDataset, dataset, strategy, trainer
@@ -189,8 +189,13 @@ def test_a_traced_model(case):
     alike(case, kind=lambda: Tracing(Called), where={"stages": [f"body.{n}" for n in range(1, S)]})
 
 
-@pytest.mark.parametrize("other", [True, False])
-@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "gpipe-4"])
+@pytest.mark.parametrize(
+    ("case", "other"),
+    [
+        ("pb", True), ("cerebras", False), ("pipedream", True), ("gpipe-4", False),
+        rare("pb", False), rare("cerebras", True), rare("pipedream", False), rare("gpipe-4", True),
+    ],
+)  # fmt: skip
 def test_a_checkpoint_in_flight(case, other, tmp_path):
     """It goes on as if nothing had been in between; saved as one, it goes on as one."""
     keep = ModelCheckpoint(

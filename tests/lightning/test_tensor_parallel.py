@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pipeback
-from tests.helpers.choice import rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.lightning import ranks
 from tests.lightning.test_processes_resume import content
 from tests.processes import tensor_families
@@ -71,8 +71,10 @@ CASES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=["1 × 2", "2 × 2"])
-@pytest.mark.parametrize("case", [*list(CASES)[:3], *map(rare, list(CASES)[3:])])
+ALL = [(case, mesh) for case in CASES for mesh in MESHES]
+
+
+@pytest.mark.parametrize(("case", "mesh"), mostly_rare(ALL, ALL[0], ALL[3], ALL[4]), ids=str)
 def test_devices_that_compute_together_are_one_device(case, mesh, crew):
     devices, tensor = mesh
     wanted = result(1, 1, **CASES[case])

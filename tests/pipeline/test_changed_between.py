@@ -115,7 +115,8 @@ def go_back(pipe, before):
 
 
 OF_OPTIMIZERS = [
-    (change, *each)
+    (change, *each, saved)
+    for saved in (False, True)
     for change in (clear, clear_one, halve, go_back)
     for each in (
         ("cerebras", "momentum", {}), ("cerebras", "momentum", {"vectorize": True}), ("pb", "adamw", {"workers": 2}),
@@ -124,8 +125,9 @@ OF_OPTIMIZERS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("saved", [False, True])
-@pytest.mark.parametrize(("change", "method", "optimizer", "options"), OF_OPTIMIZERS)
+@pytest.mark.parametrize(
+    ("change", "method", "optimizer", "options", "saved"), mostly_rare(OF_OPTIMIZERS, *OF_OPTIMIZERS[::3])
+)
 def test_replicas_follow_the_state_of_the_users_optimizers(change, method, optimizer, options, saved):
     """What a user does to an optimizer's state means every replica, and a state that is saved then can be loaded."""
     found = []

@@ -15,7 +15,7 @@ from tests.laws.cases import CASES, network, pipeline
 @pytest.mark.parametrize("case", ["sgd", "pb", "cerebras", "pipedream", "gpipe-4", "pipedream_2bw"])
 def test_objects_in_the_middle_of_a_push_do_not_grow_with_it(case, monkeypatch):
     pipe = pipeline(network(), CASES[case](5), micro_batch_size=1)
-    x, y = torch.randn(4000, 6), torch.randn(4000, 6)
+    x, y = torch.randn(900, 6), torch.randn(900, 6)
     counted, enter = [], LocalLink.enter
 
     def entering(link, mb, *rest):
@@ -25,7 +25,7 @@ def test_objects_in_the_middle_of_a_push_do_not_grow_with_it(case, monkeypatch):
         return enter(link, mb, *rest)
 
     monkeypatch.setattr(LocalLink, "enter", entering)
-    asked = (60, 60 + 15 * AT_ONCE)  # at one place of what is cut at once, and of a group
+    asked = (60, 60 + 3 * AT_ONCE)  # at one place of what is cut at once, and of a group
     pipe.push(x, y)
     assert len(counted) == 2 and counted[1] - counted[0] < 50
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from pipeback.pipeline.replica_sync import ReplicaSync
 from pipeback.private import keep_versions
+from tests.laws.cases import data, pipeline, weights
 
 HOME, NONE = SimpleNamespace(slot=None), SimpleNamespace(state={})
 
@@ -37,3 +38,40 @@ def test_a_version_that_is_another_for_a_moment_copies_nothing(users):
     assert done == ["join", "go on"] and not follower.due
     assert torch.equal(own.weight, twin.weight) == users
     assert (twin.running_mean[0] == 7.0) != users
+
+
+class Gated(nn.Linear):
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("gate", torch.ones(6))
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x) * self.gate)
+
+
+def written(gated):
+    gated.gate.mul_(0.5)
+
+
+def replaced(gated):
+    gated.gate = gated.gate * 0.5
+
+
+@pytest.mark.parametrize("when", [0, 5])
+@pytest.mark.parametrize("change", [written, replaced])
+@pytest.mark.parametrize("options", [{}, {"store": "host"}, {"vectorize": "auto"}], ids=str)
+def test_a_buffer_that_the_user_sets_is_that_of_every_replica(options, change, when):
+    """Two halves that are the same batch: what one pipeline does of it."""
+    found = []
+    for replicas in (None, 2):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Gated() for _ in range(3))).double()
+        pipe = pipeline(model, "pb", replicas=replicas, **(options if replicas else {}))
+        for n, (x, y) in enumerate(data(12, dtype=torch.float64)):
+            if n in (when, 8):
+                pipe.drain()
+                change(model[1])
+            pipe.push(*((x, y) if replicas is None else (torch.cat([x, x]), torch.cat([y, y]))))
+        pipe.drain()
+        found.append(weights(pipe))
+    torch.testing.assert_close(found[1], found[0], rtol=1e-9, atol=1e-9)

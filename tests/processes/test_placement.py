@@ -7,6 +7,7 @@ from torch import nn
 import pipeback
 from pipeback import methods
 from pipeback.schedules.placement import place
+from tests.helpers.choice import mostly_rare
 from tests.laws.cases import CASES, STAGES, data, everything, flushes, network, pipeline
 from tests.processes.cases import differences, train
 from tests.processes.test_faults import Odd
@@ -54,14 +55,18 @@ def long_flush(name, options, link, stages, samples):
     return losses, state, owner, held
 
 
-@pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize(
-    ("name", "options", "owner"),
-    [
-        ("looped_bfs", {"chunks": 2}, [0, 1, 2, 3] * 2), ("interleaved", {"chunks": 2}, [0, 1, 2, 3] * 2),
-        ("zb_v", {}, [0, 1, 2, 3, 3, 2, 1, 0]), ("pb", {"placement": "v"}, [0, 1, 2, 3, 3, 2, 1, 0]),
-    ],
-)  # fmt: skip
+LOOPED, V = [0, 1, 2, 3] * 2, [0, 1, 2, 3, 3, 2, 1, 0]
+LONG = [
+    (*each, link)
+    for each in (
+        ("looped_bfs", {"chunks": 2}, LOOPED), ("interleaved", {"chunks": 2}, LOOPED),
+        ("zb_v", {}, V), ("pb", {"placement": "v"}, V),
+    )
+    for link in LINKS
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "options", "owner", "link"), mostly_rare(LONG, *LONG[::3], LONG[5]))
 def test_many_messages_between_four_ranks(crew, name, options, owner, link):
     losses, state, _, _ = long_flush(name, options, None, 8, 150)
     for rank, found in enumerate(crew.ranks(4).run(long_flush, name, options, link, 8, 150)):

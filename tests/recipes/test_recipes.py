@@ -104,11 +104,12 @@ def test_rates_follow_warmup_and_decay(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("first", "every"),
-    [("max_steps=2", "2"), ("epochs=1", "2"), ("epochs=1", "1.0")],
-    ids=["mid-epoch", "validation at the end of the epoch", "end of the epoch"],
-)
-@pytest.mark.parametrize("warmup", [0, 4])
+    ("first", "every", "warmup"),
+    [  # in the middle of an epoch, after a validation at its end, at its end
+        ("max_steps=2", "2", 0), ("epochs=1", "2", 4), ("epochs=1", "1.0", 0),
+        rare("max_steps=2", "2", 4), rare("epochs=1", "2", 0), rare("epochs=1", "1.0", 4),
+    ],
+)  # fmt: skip
 def test_resumed_equals_uninterrupted(first, every, warmup, tmp_path):
     options = [*TINY, f"validate_every={every}", "epochs=2", "method=cerebras", f"optimizer.warmup={warmup}"]
     assert pipeback("train", *options, "out=whole", cwd=tmp_path).returncode == 0

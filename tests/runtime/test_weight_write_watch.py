@@ -89,3 +89,35 @@ def test_masters_take_it_up(then):
             for x, y in data(11, dtype=torch.bfloat16):
                 pipe.push(x, y)
         assert torch.equal(*map(everything, pipes))
+
+
+class Gated(nn.Linear):
+    """Its graph keeps a buffer."""
+
+    def __init__(self):
+        super().__init__(6, 6)
+        self.register_buffer("gate", torch.ones(6))
+
+    def forward(self, x):
+        return torch.tanh(super().forward(x) * self.gate)
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"store": "host"}, {"activations": "host"}], ids=str)
+def test_into_a_buffer_that_was_replaced(options):
+    """As into the buffer itself, where the new one was written into it."""
+    found = []
+    for replaced in (True, False):
+        torch.manual_seed(0)
+        model = nn.Sequential(*(Gated() for _ in range(3))).double()
+        pipe = pipeline(model, "pb", **options)
+        for n, (x, y) in enumerate(data(14, dtype=torch.float64)):
+            if n == 4:
+                pipe.drain()
+                model[1].gate = model[1].gate * 0.5 if replaced else model[1].gate.mul_(0.5)
+            if n == 8:
+                pipe.wait()
+                model[1].gate.mul_(1.5)
+            pipe.push(x, y)
+        found.append(everything(pipe))
+        pipe.close()
+    assert torch.equal(*found)

@@ -238,3 +238,15 @@ def test_frozen_weights_travel_and_stay(tmp_path, monkeypatch):
         pushed(pipe, 12)
         assert torch.equal(everything(pipe), everything(wanted)), store
         pipe.close()
+
+
+@pytest.mark.parametrize("thread", ["_fetching", "_updates"])
+def test_the_garbage_collector_may_run_in_its_threads(thread):
+    pipe = pipeline(network(4), "pb", store="host")
+    for x, y in data(5):
+        pipe.push(x, y)
+    pipe.wait()
+    residence = pipe._engine.runtime.loop.worker.residence
+    pool = residence._fetching if thread == "_fetching" else residence._updates._thread
+    pool.submit(residence.close).result(10)
+    pipe.close()

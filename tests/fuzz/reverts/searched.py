@@ -5,6 +5,10 @@ from __future__ import annotations
 from .revert import Revert, revert
 
 # what torch makes of stages that run as one is no reason to run them as they are
+_STRIDES = (
+    ("y.clone() if alias else y.contiguous()", "y.clone() if alias else y"),
+    ("return tuple(y.contiguous() for y in found)", "return found"),
+)
 _ENDS = "            except Exception as error:  # whatever", "            except Unfit as error:  #"
 
 SEARCHED: dict[str, Revert] = {
@@ -69,7 +73,7 @@ SEARCHED: dict[str, Revert] = {
     ),
     "vectorize: outputs that are not contiguous": Revert(
         {
-            "vectorized/tracing/capture": (("y.clone() if alias else y.contiguous()", "y.clone() if alias else y"),),
+            "vectorized/tracing/capture": _STRIDES,
             "vectorized/tracing/graphs": (('{aten.view.default: "reshape"', '{aten.view.default: "view"'),),
             "vectorized/tracing/simplified_graph": (("node.target = aten.reshape.default", "pass"),),
         },
@@ -172,7 +176,7 @@ SEARCHED: dict[str, Revert] = {
     "vectorize: what torch makes of it ends training": Revert(
         {
             "vectorized/stacks/stack": (_ENDS,),
-            "vectorized/tracing/capture": (("y.clone() if alias else y.contiguous()", "y.clone() if alias else y"),),
+            "vectorized/tracing/capture": _STRIDES,
             "vectorized/tracing/graphs": (('{aten.view.default: "reshape"', '{aten.view.default: "view"'),),
             "vectorized/tracing/simplified_graph": (("node.target = aten.reshape.default", "pass"),),
         },

@@ -1,0 +1,69 @@
+"""Hooks on the modules that training_step calls are run once, as in a plain fit, whatever the stages are."""
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule, Trainer
+from torch import nn
+from torch.nn.functional import mse_loss
+from torch.utils.data import DataLoader, TensorDataset
+
+from pipeback.lightning import PipelineStrategy
+from tests.splitting.test_hooks import FORWARD, GRADIENTS, Blocks, sequence
+
+
+class Single(LightningModule):
+    def __init__(self, body):
+        super().__init__()
+        self.model, self.losses = body, []
+
+    def through(self, x):
+        return self.model(x)
+
+    def training_step(self, batch, number):
+        loss = mse_loss(self.through(batch[0]), batch[1])
+        self.losses.append(loss.detach().clone())
+        return loss
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Several(Single):
+    def __init__(self, body):
+        super().__init__(body)
+        self.head = nn.Linear(4, 4)
+
+    def through(self, x):
+        return self.head(self.model(x))
+
+
+def losses(made, body, change, strategy):
+    torch.manual_seed(0)
+    body = body()
+    change(body)
+    torch.manual_seed(1)
+    module = made(body)
+    x, y = torch.randn(2, 24, 4, generator=torch.Generator().manual_seed(2))
+    Trainer(
+        max_epochs=1, accelerator="cpu", devices=1, strategy=strategy, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False,
+    ).fit(module, DataLoader(TensorDataset(x, y), batch_size=4))  # fmt: skip
+    return torch.stack(module.losses[-6:])
+
+
+CHANGES = {**{f"forward {k}": v for k, v in FORWARD.items()}, **{f"gradient {k}": v for k, v in GRADIENTS.items()}}
+PLACES = {
+    "model": lambda body: body,
+    "block": lambda body: body[1] if isinstance(body, nn.Sequential) else body.blocks[1],
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*has hooks on its gradients")
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize(("made", "body"), [(Single, sequence), (Single, Blocks), (Several, Blocks)])
+def test_they_run_once(made, body, change, place):
+    dressed = lambda body: CHANGES[change](PLACES[place](body))  # noqa: E731
+    options = {} if body is sequence else {"stages": "layer"}
+    found = losses(made, body, dressed, PipelineStrategy(method="sgd", **options))
+    assert torch.equal(found, losses(made, body, dressed, "auto"))
