@@ -20,9 +20,10 @@ def call_instead(module: nn.Module, forward: Callable[..., Any] | None) -> Itera
     try:
         yield
     finally:
-        module.__dict__.pop("forward", None)
-        if own is not None:
-            module.forward = own
+        if module.__dict__.get("forward") is forward:  # else it was replaced meanwhile, for good
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.forward = own
 
 
 @contextmanager

@@ -94,7 +94,7 @@ class Steady:
         try:
             if self._turns(order) and self._in_turn is not None:
                 self._in_turn.go(span._replace(ticks=1) if self._undecided else span, done)
-                self._given[self._in_turn.key] = self._in_turn.given
+                self._note(self._in_turn.key, self._in_turn.given)
         except BaseException:
             self.finish()
             order.skip(span, len(done))
@@ -166,7 +166,7 @@ class Steady:
         judge, self._undecided, key = None, False, tuple(one.rings for one in ready[0])
         x = self.worker.link.box.get(("F", self.last.index, forwards[-1]), self._given.get(key))
         if self._may_judge and not self.plain:
-            self._given[key] = x
+            self._note(key, x)
             if x is None:
                 self._undecided = True  # after one tick there is an input to make a graph for
             else:
@@ -176,6 +176,11 @@ class Steady:
         run.begin()
         self._in_turn = None if line is None else InTurnRun(run, line, key, x)
         return run
+
+    def _note(self, key: Rings, x: Any) -> None:
+        """Note an input of the last stage, by what its stacks are given."""
+        self._given[key] = x
+        self._given.used(key)
 
     def _line(self, moving: Sequence[StackTick], where: Where, ends: Ends) -> InTurn | None:
         """Return what lets micro-batches take turns: all stages but the last are in stacks, which can do F by rows."""
