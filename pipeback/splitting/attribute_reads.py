@@ -32,7 +32,7 @@ _NOWHERE = object()
 
 
 class Way(NamedTuple):
-    """How a model is called. training: the mode of all its modules; None: their own. graph: whether autograd records."""
+    """How a model is called. training: the mode of all its modules; None: their own. graph: if autograd records."""
 
     training: bool | None
     graph: bool

@@ -141,7 +141,7 @@ class TracedModel:
         return None
 
     def prepare(self, x: Any, form: Form, training: bool | None) -> Any:
-        """Trace the model once more, for tensors like x; return them with their variant's mark. training: see `way_of`."""
+        """Trace the model again, for tensors like x; return them with their variant's mark. training: see `way_of`."""
         (args, kwargs), way = form.fill(tensors_of(x)), way_of(training)
         # casts that it leaves in torch's cache would be used in training, of weights that a store had not brought yet
         with accelerators.under(accelerators.casting()), called(self.model, way):
