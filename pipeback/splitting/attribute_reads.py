@@ -31,27 +31,27 @@ _trains = attrgetter("requires_grad")
 _NOWHERE = object()
 
 
-class Way(NamedTuple):
+class CallWay(NamedTuple):
     """How a model is called. training: the mode of all its modules; None: their own. graph: if autograd records."""
 
     training: bool | None
     graph: bool
 
 
-PUSHED, EVALUATED = Way(None, True), Way(False, False)
-WAYS = PUSHED, EVALUATED, Way(False, True), Way(True, True)
+PUSHED, EVALUATED = CallWay(None, True), CallWay(False, False)
+WAYS = PUSHED, EVALUATED, CallWay(False, True), CallWay(True, True)
 
 
-def way_of(training: bool | None) -> Way:
+def way_of(training: bool | None) -> CallWay:
     """How a micro-batch is computed. training: False: it is evaluated; None: it is pushed."""
-    return EVALUATED if training is False else Way(training, True)
+    return EVALUATED if training is False else CallWay(training, True)
 
 
-def saved_way(form: Mapping[str, Any], training: bool) -> Way:
+def saved_way(form: Mapping[str, Any], training: bool) -> CallWay:
     """How a micro-batch of a saved form is computed. training: the mode of the model now."""
     if not form.get("graph", True):  # earlier states have none
         return EVALUATED
-    return Way(None if form["training"] == training else form["training"], True)
+    return CallWay(None if form["training"] == training else form["training"], True)
 
 
 class AttributeReads:
@@ -92,7 +92,7 @@ class AttributeReads:
             for name in sorted(inside.intersection(vars(value))):
                 self._add(path, f"{key}.{name}", home, inside, depth + 1)
 
-    def number(self, way: Way = PUSHED) -> int:
+    def number(self, way: CallWay = PUSHED) -> int:
         """Return the number of the present values where the model is called in this way."""
         now, training = [value() for value in self._values.values()], way.training
         if training is not None:
@@ -106,7 +106,7 @@ class AttributeReads:
 
 
 @contextmanager
-def called(model: nn.Module, way: Way) -> Iterator[None]:
+def called(model: nn.Module, way: CallWay) -> Iterator[None]:
     """A context within which the model may be called in this way."""
     before = [(m, m.training) for m in walked(model).values()]
     try:

@@ -57,7 +57,7 @@ class Known(NamedTuple):
         autocast: accelerators.Autocast,
         tensors: Sequence[tuple[Sequence[int], torch.dtype]],
     ) -> dict[str, Any]:
-        """Return the form as plain values, for a saved state. graph: see `Way`. tensors: shape and type of each."""
+        """Return the form as plain values, for a saved state. graph: see `CallWay`. tensors: shape and type of each."""
         return {
             "training": training,
             **({} if graph else {"graph": False}),

@@ -20,7 +20,7 @@ from torch import nn
 
 from pipeback.private import FakeTensorMode
 from pipeback.splitting.attribute_changes import Name, again
-from pipeback.splitting.attribute_reads import PUSHED, WAYS, AttributeReads, Way, called, saved_way, way_of
+from pipeback.splitting.attribute_reads import PUSHED, WAYS, AttributeReads, CallWay, called, saved_way, way_of
 from pipeback.splitting.branches import decisions, told
 from pipeback.splitting.call_arguments import Arguments, arguments_of
 from pipeback.splitting.call_cost import Work
@@ -182,7 +182,7 @@ class TracedModel:
 
     def set(self, number: int) -> None:
         """Tell the stages the model's settings, by their number in `AttributeReads`."""
-        in_mode = {training: self.held.number(Way(training, True)) for training in (False, True)}
+        in_mode = {training: self.held.number(CallWay(training, True)) for training in (False, True)}
         for copy in self._copies:
             for segment in copy:
                 segment.__setting__, segment.__in_mode__ = number, in_mode  # type: ignore[assignment]
@@ -348,11 +348,11 @@ class TracedModel:
 
     # -- from a record to what each segment does -----------------------------------------------------------------
 
-    def _key(self, x: Any, way: Way) -> Key:
+    def _key(self, x: Any, way: CallWay) -> Key:
         training = self.model.training if way.training is None else way.training
         return key_of(tensors_of(x), training, self.held.number(way))
 
-    def _take(self, record: CallTrace, x: Any, way: Way, known: Known, saved: bool = False) -> Any:
+    def _take(self, record: CallTrace, x: Any, way: CallWay, known: Known, saved: bool = False) -> Any:
         """Teach the stages the work for micro-batches like x; return x with its mark. saved: it is that of a state."""
         key = self._key(x, way)
         if not saved:
@@ -384,7 +384,7 @@ class TracedModel:
         asked: Collection[int],
         known: Known,
         x: Any,
-        way: Way,
+        way: CallWay,
     ) -> Any:
         """Teach the stages this work; return x with its mark. asked: decisions that are evaluated at the push."""
         marked, names = known.marked(x), [segment.__label__ for segment in self.segments]
