@@ -40,6 +40,24 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
             table.update({**hooks, **table})
 
 
+def as_it_is(module: nn.Module) -> Callable[..., Any]:
+    """Return a function that calls the module with the forward and the hooks that it has now, whatever it has then."""
+    forward, hooks = vars(module).get("forward"), [dict(table) for table in hook_tables(module)]
+
+    def called(*args: Any, **kwargs: Any) -> Any:
+        with by_itself(module, forward):
+            for table, own in zip(hook_tables(module), hooks, strict=True):
+                table.update(own)
+            try:
+                return module(*args, **kwargs)
+            finally:
+                for table, own in zip(hook_tables(module), hooks, strict=True):
+                    for key in own:
+                        table.pop(key, None)
+
+    return called
+
+
 @contextmanager
 def by_itself(module: nn.Module, forward: Callable[..., Any] | None) -> Iterator[None]:
     """A context within which the module has this forward, and no hooks, which are run by the user's call of it."""

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from pipeback.lightning.call_override import by_itself
+from pipeback.lightning.call_override import as_it_is, by_itself
 from pipeback.lightning.step_calls import Heard, StepCalls
 from pipeback.lightning.step_twin import attributes_kept, attributes_unset, put_back, refresh, twin
 from pipeback.splitting.call_listeners import modules_heard
@@ -111,7 +111,7 @@ class FollowedStep:
         with ExitStack() as stack:
             for name, m in (("self", self.module), *self._modules.values()):
                 if name in known:
-                    stack.enter_context(by_itself(m, partial(heard, name, m.forward)))  # stages run its hooks
+                    stack.enter_context(by_itself(m, partial(heard, name, as_it_is(m))))  # stages run its hooks
             yield
 
     def _answer(self, call: Heard, answers: list[Any]) -> Any:

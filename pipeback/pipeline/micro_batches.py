@@ -12,6 +12,7 @@ from typing import Any
 from pipeback.pipeline.option_checks import check_tensors, micro_batches, shares
 from pipeback.pipeline.slices import Slices
 from pipeback.runtime.loop import Batch
+from pipeback.splitting.attribute_reads import way_of
 from pipeback.splitting.traced_model import TracedModel
 from pipeback.stages.flight import Value
 from pipeback.stages.stage import Stage
@@ -79,9 +80,9 @@ class MicroBatcher:
                 wait()
                 known = self._program.prepare(x, form, training)
             found.append(known)
-        if self._program.segments[0].__setting__ != self._program.held.number(training):
+        if self._program.segments[0].__setting__ != (now := self._program.held.number(way_of(training))):
             wait()
-            self._program.set(self._program.held.number(training))
+            self._program.set(now)
         if training is None:
             self._setting = self._program.segments[0].__setting__
         if training is None and self._everywhere[0][0].module.training != mode:

@@ -3,7 +3,8 @@
 Such a value is a number, a string, a mode (`if self.training`) or a function, and tracing has fixed it. It is an
 attribute of a module or of an object that a module has (`self.config.scale`), or a global variable. Which weights are
 frozen belongs to it, too: no gradient goes to where all are; and so do hooks. When somebody sets another value, the
-model is traced again; with the old value, the old scripts are used again.
+model is traced again; with the old value, the old scripts are used again. So it is when the model is evaluated, since a
+forward may ask whether autograd records (`torch.is_grad_enabled()`).
 """
 
 from __future__ import annotations
@@ -12,8 +13,9 @@ import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 
 from pipeback.splitting.attribute_changes import UNLIKE
@@ -27,6 +29,29 @@ LONG = 1000  # entries of a list or dictionary that is not looked into
 DEEP = 3  # objects within objects that are looked into
 _trains = attrgetter("requires_grad")
 _NOWHERE = object()
+
+
+class CallWay(NamedTuple):
+    """How a model is called. training: the mode of all its modules; None: their own. graph: if autograd records."""
+
+    training: bool | None
+    graph: bool
+
+
+PUSHED, EVALUATED = CallWay(None, True), CallWay(False, False)
+WAYS = PUSHED, EVALUATED, CallWay(False, True), CallWay(True, True)
+
+
+def way_of(training: bool | None) -> CallWay:
+    """How a micro-batch is computed. training: False: it is evaluated; None: it is pushed."""
+    return EVALUATED if training is False else CallWay(training, True)
+
+
+def saved_way(form: Mapping[str, Any], training: bool) -> CallWay:
+    """How a micro-batch of a saved form is computed. training: the mode of the model now."""
+    if not form.get("graph", True):  # earlier states have none
+        return EVALUATED
+    return CallWay(None if form["training"] == training else form["training"], True)
 
 
 class AttributeReads:
@@ -67,12 +92,12 @@ class AttributeReads:
             for name in sorted(inside.intersection(vars(value))):
                 self._add(path, f"{key}.{name}", home, inside, depth + 1)
 
-    def number(self, training: bool | None = None) -> int:
-        """Return the number of the present values. training: the mode to assume for all modules; None: their own."""
-        now = [value() for value in self._values.values()]
+    def number(self, way: CallWay = PUSHED) -> int:
+        """Return the number of the present values where the model is called in this way."""
+        now, training = [value() for value in self._values.values()], way.training
         if training is not None:
             now = [training if key == "training" else x for (_, key), x in zip(self._values, now, strict=True)]
-        now = [list(map(_trains, self._weights)), self._around.now(), *now]
+        now = [list(map(_trains, self._weights)), self._around.now(), way.graph, *now]
         for number, state in enumerate(self._states):
             if all(a is b or _same(a, b) for a, b in zip(now, state, strict=True)):
                 return number
@@ -81,13 +106,14 @@ class AttributeReads:
 
 
 @contextmanager
-def modes(model: nn.Module, training: bool | None) -> Iterator[None]:
-    """A context within which every module is in this mode (True: training); None leaves each in its own."""
+def called(model: nn.Module, way: CallWay) -> Iterator[None]:
+    """A context within which the model may be called in this way."""
     before = [(m, m.training) for m in walked(model).values()]
     try:
-        for m, _ in before if training is not None else ():
-            m.training = bool(training)
-        yield
+        for m, _ in before if way.training is not None else ():
+            m.training = bool(way.training)
+        with torch.set_grad_enabled(way.graph):
+            yield
     finally:
         for m, mode in before:
             m.training = mode

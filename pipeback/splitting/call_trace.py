@@ -94,6 +94,12 @@ class CallTrace:
         default_factory=dict
     )  # parameters and buffers, and who writes into them
 
+    def __post_init__(self) -> None:
+        if not torch.is_grad_enabled():  # traced to be evaluated, where stages record no graph, whatever is said here
+            self.grads = [True for _ in self.grads]
+            for call in self.calls:
+                call.grad = True
+
     @property
     def answers(self) -> list[Any]:
         """Return the values that Python has decided by."""

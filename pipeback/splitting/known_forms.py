@@ -51,11 +51,16 @@ class Known(NamedTuple):
         )
 
     def plain(
-        self, training: bool, autocast: accelerators.Autocast, tensors: Sequence[tuple[Sequence[int], torch.dtype]]
+        self,
+        training: bool,
+        graph: bool,
+        autocast: accelerators.Autocast,
+        tensors: Sequence[tuple[Sequence[int], torch.dtype]],
     ) -> dict[str, Any]:
-        """Return the form as plain values, for a saved state. tensors: shape and type of each."""
+        """Return the form as plain values, for a saved state. graph: see `CallWay`. tensors: shape and type of each."""
         return {
             "training": training,
+            **({} if graph else {"graph": False}),
             "autocast": accelerators.written(autocast),
             "tensors": [[list(shape), str(dtype).removeprefix("torch.")] for shape, dtype in tensors],
             **written(self.inputs),

@@ -15,11 +15,12 @@ from functools import partial
 from itertools import chain
 from typing import Any
 
+import torch
 from torch import nn
 
 from pipeback.private import FakeTensorMode
 from pipeback.splitting.attribute_changes import Name, again
-from pipeback.splitting.attribute_reads import AttributeReads, modes
+from pipeback.splitting.attribute_reads import PUSHED, WAYS, AttributeReads, CallWay, called, saved_way, way_of
 from pipeback.splitting.branches import decisions, told
 from pipeback.splitting.call_arguments import Arguments, arguments_of
 from pipeback.splitting.call_cost import Work
@@ -95,7 +96,7 @@ class TracedModel:
             segment.training = model.training  # the attribute alone: its modules are the model's, in their own modes
         self._copies: list[Sequence[nn.Module]] = []
         self.follow_too(self.segments)
-        x = self._take(record, entered, None, known)
+        x = self._take(record, entered, PUSHED, known)
         if complete:
             self._prove(arguments, x)
         vars(self).pop("_restores", None)  # and the copies of buffers in it
@@ -129,27 +130,24 @@ class TracedModel:
 
     def leave(self, output: Any, x: Any, training: bool | None) -> Any:
         """Return the model's output, from the tensors that the last stage gave for the tensors x."""
-        return self._variants.output(self._key(x, training)).fill(tensors_of(output))
+        return self._variants.output(self._key(x, way_of(training))).fill(tensors_of(output))
 
     def known(self, x: Any, form: Form, training: bool | None) -> Any | None:
         """Return the tensors x with the mark of their variant; None if the model was not traced for their form."""
         parts = tensors_of(x)
-        for known in self._variants.of(self._key(parts, training)):
+        for known in self._variants.of(self._key(parts, way_of(training))):
             if known.inputs == form and all(decision.holds(parts) for decision in known.decisions):
                 return known.marked(x)
         return None
 
     def prepare(self, x: Any, form: Form, training: bool | None) -> Any:
-        """Trace the model once more, for tensors like x; return them with the mark of their variant.
-
-        training: the mode of every module; None: the modes that are set.
-        """
-        args, kwargs = form.fill(tensors_of(x))
+        """Trace the model again, for tensors like x; return them with their variant's mark. training: see `way_of`."""
+        (args, kwargs), way = form.fill(tensors_of(x)), way_of(training)
         # casts that it leaves in torch's cache would be used in training, of weights that a store had not brought yet
-        with accelerators.under(accelerators.casting()), modes(self.model, training):
+        with accelerators.under(accelerators.casting()), called(self.model, way):
             record, known = self._follow(Arguments(args, kwargs), real=self.complete)
         vars(self).pop("_restores", None)
-        return self._take(record, x, training, known)
+        return self._take(record, x, way, known)
 
     def forms(self) -> list[dict[str, Any]]:
         """Return the known forms as plain values, for a saved state, whose micro-batches in flight have these forms."""
@@ -169,23 +167,22 @@ class TracedModel:
                 self._know(form)
         self.set(self.held.number())
 
-    def _settings(self) -> set[int]:
-        return {self.segments[0].__setting__, *map(self.held.number, (None, False, True))}
+    def _settings(self) -> dict[int, bool]:
+        return {self.segments[0].__setting__: True, **{self.held.number(way): way.graph for way in WAYS}}
 
     def _know(self, form: Mapping[str, Any]) -> None:
-        training = None if form["training"] == self.model.training else form["training"]
-        x, structure = example_of(form)
-        ways = self._variants.of(self._key(x, training))
+        (x, structure), way = example_of(form), saved_way(form, self.model.training)
+        ways = self._variants.of(self._key(x, way))
         if any(way.inputs == structure and way.answers == form["answers"] for way in ways):
             return
         arguments = Arguments(*structure.fill(x))
-        with modes(self.model, training):
+        with called(self.model, way):
             record, known = self._follow(arguments, real=False, answers=form["answers"])
-        self._take(record, x, training, known.as_saved(form), saved=True)
+        self._take(record, x, way, known.as_saved(form), saved=True)
 
     def set(self, number: int) -> None:
         """Tell the stages the model's settings, by their number in `AttributeReads`."""
-        in_mode = {training: self.held.number(training) for training in (False, True)}
+        in_mode = {training: self.held.number(CallWay(training, True)) for training in (False, True)}
         for copy in self._copies:
             for segment in copy:
                 segment.__setting__, segment.__in_mode__ = number, in_mode  # type: ignore[assignment]
@@ -217,6 +214,7 @@ class TracedModel:
         if by not in ("time", "memory"):
             raise ValueError(f'balance must be "time" or "memory", but is {by!r}')
 
+    @torch.enable_grad()  # a model that is evaluated first may be trained later; a forward may still use no_grad
     def _first(self, arguments: Arguments, real: bool, by: str) -> tuple[CallTrace, Known]:
         """Trace the model on the example, and choose the cuts."""
         number = isinstance(self.cuts, int)
@@ -350,13 +348,13 @@ class TracedModel:
 
     # -- from a record to what each segment does -----------------------------------------------------------------
 
-    def _key(self, x: Any, training: bool | None) -> Key:
-        """Return the key of tensors x. training: the mode of the model; None: the mode that is set."""
-        return key_of(tensors_of(x), self.model.training if training is None else training, self.held.number(training))
+    def _key(self, x: Any, way: CallWay) -> Key:
+        training = self.model.training if way.training is None else way.training
+        return key_of(tensors_of(x), training, self.held.number(way))
 
-    def _take(self, record: CallTrace, x: Any, training: bool | None, known: Known, saved: bool = False) -> Any:
+    def _take(self, record: CallTrace, x: Any, way: CallWay, known: Known, saved: bool = False) -> Any:
         """Teach the stages the work for micro-batches like x; return x with its mark. saved: it is that of a state."""
-        key = self._key(x, training)
+        key = self._key(x, way)
         if not saved:
             known = self._variants.marked(key, known)
         try:
@@ -375,9 +373,9 @@ class TracedModel:
             staged = self.ownership.lent(record, able)
         asked = {decision.number for decision in known.decisions}
         try:
-            return self._learn(record, staged, asked, known, x, training)
+            return self._learn(record, staged, asked, known, x, way)
         except LooksAlike:  # as a form with other shapes that a later stage does not see
-            return self._learn(record, staged, asked, self._variants.apart(key, known), x, training)
+            return self._learn(record, staged, asked, self._variants.apart(key, known), x, way)
 
     def _learn(
         self,
@@ -386,14 +384,14 @@ class TracedModel:
         asked: Collection[int],
         known: Known,
         x: Any,
-        training: bool | None,
+        way: CallWay,
     ) -> Any:
         """Teach the stages this work; return x with its mark. asked: decisions that are evaluated at the push."""
         marked, names = known.marked(x), [segment.__label__ for segment in self.segments]
-        key = self._key(marked, training)
+        key = self._key(marked, way)
         found = hand_along(record, staged, self.ownership, names, known.mark, asked)
         for s, (portion, forms) in enumerate(found):
             for copy in self._copies:
                 copy[s].__learn__(key if s == 0 else (*key[:2], *forms), portion)  # type: ignore[operator]
-        self._variants.add(self._key(x, training), key, known)
+        self._variants.add(self._key(x, way), key, known)
         return marked

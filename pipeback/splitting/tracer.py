@@ -45,7 +45,6 @@ from pipeback.tensors.structures import PLAIN, SINGLE, Form, Ref, fixed, holds_t
 SIMPLE = {int, float, bool, str, type(None), torch.dtype, torch.device}  # types that a call records as they are
 
 
-@torch.enable_grad()  # a model that is evaluated first may be trained later; a forward may still use no_grad
 def trace_forward(
     model: nn.Module,
     args: Sequence[Any],

@@ -6,7 +6,7 @@ So are forms that differ where they come in and no more where they reach a later
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from pipeback.splitting.branches import MOST, mark
@@ -53,16 +53,19 @@ class Variants:
         own = () if known.mark is None else (known.mark,)
         return known._replace(mark=mark(known.decisions, [*taken, *own], [*known.inputs.constants, *key[2:]]))
 
-    def plain(self, settings: Collection[int]) -> list[dict[str, Any]]:
-        """Return those of these settings as plain values, for a saved state. settings: see `AttributeReads.number`."""
+    def plain(self, settings: Mapping[int, bool]) -> list[dict[str, Any]]:
+        """Return those of these settings as plain values, for a saved state.
+
+        settings: by `AttributeReads.number`, whether autograd records.
+        """
         return [
-            known.plain(training, autocast, tensors)
+            known.plain(training, settings[setting], autocast, tensors)
             for (training, (setting, autocast), *tensors), ways in self._ways.items()
             if setting in settings
             for known in ways
         ]
 
-    def hold(self, saved: Sequence[Mapping[str, Any]], settings: Collection[int]) -> bool:
+    def hold(self, saved: Sequence[Mapping[str, Any]], settings: Mapping[int, bool]) -> bool:
         """Whether all these forms of a saved state are known, with the marks that they have there."""
         mine = self.plain(settings)
         return all(form in mine for form in saved)

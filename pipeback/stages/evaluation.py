@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import Tensor
 
 from pipeback.stages.flight import Value, cut
 from pipeback.stages.stage import Stage
@@ -22,11 +23,22 @@ def evaluate(stages: Sequence[Stage], x: Value) -> Value:
         value = x
         with torch.no_grad():
             for stage in stages:
-                _, given = stage.enter(value)
-                if value is x and not stage.learnt.clones_input:  # the first push finds it out
-                    given = tuple(p.clone() for p in given) if isinstance(given, tuple) else given.clone()
-                value = stage.module(given)
+                given = tuple(leaf.detach() for leaf in stage.enter(value)[0])  # none needs a gradient
+                if value is x or stage.learnt.clones_input:  # the first push finds it out
+                    given = tuple(map(_alike, given))
+                value = stage.module(given if isinstance(value, tuple) else given[0])
     finally:
         for module, mode in modes:
             module.training = mode
     return cut(value)
+
+
+def _alike(x: Tensor) -> Tensor:
+    """Return a clone that lies in memory as x does: torch chooses kernels of products by strides and alignment."""
+    if type(x) is not Tensor or x.layout is not torch.strided or x.is_contiguous() or not x.numel():
+        return x.clone()
+    extent = 1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    begin = x.storage_offset() % 64
+    memory = x.new_empty(begin + extent)
+    memory[begin:].copy_(x.as_strided((extent,), (1,)))
+    return memory.as_strided(x.shape, x.stride(), begin)

@@ -132,11 +132,13 @@ def _save_again(stage: Stage, tensors: Tensors, prefix: str, flight: Flight) -> 
     again = flight.again
     assert again is not None
     modules = sum(1 for _ in stage.module.modules())
-    put_all(tensors, f"{prefix}/buffer", again.buffers)
+    buffers = {name: buffer for name, buffer in again.buffers.items() if buffer is not None}
+    put_all(tensors, f"{prefix}/buffer", buffers)
     return {
         "loss": save_value(tensors, f"{prefix}/loss", flight.output),
         "random": save_value(tensors, f"{prefix}/random", again.stream),
-        "buffers": list(again.buffers),
+        "buffers": list(buffers),
+        "absent": [name for name in again.buffers if name not in buffers],
         "modes": [int(mode) for mode in again.settings.values[:modules]],
         "numbers": again.settings.values[modules:],
     }
@@ -156,7 +158,10 @@ def _load_again(
     flight.output = load_value(stage, tensors, f"{prefix}/loss", plain["loss"])
     flight.again = Recomputation(
         None if plain["random"] != "tensor" else tensors[f"{prefix}/random/0"].to("cpu", copy=True),
-        {name: to_device(stage, tensors[f"{prefix}/buffer/{name}"]) for name in plain["buffers"]},
+        {
+            **{name: to_device(stage, tensors[f"{prefix}/buffer/{name}"]) for name in plain["buffers"]},
+            **dict.fromkeys(plain.get("absent", ())),  # earlier states have none
+        },
         now.with_values([*modes, *numbers]),
         versions(flight),
     )

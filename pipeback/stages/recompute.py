@@ -12,7 +12,7 @@ buffers of F. All other side effects of the module, including those of its hooks
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
@@ -33,7 +33,7 @@ class Recomputation(NamedTuple):
     """The circumstances of F, so that it can be repeated exactly."""
 
     stream: Tensor | None  # the state of the stage's random stream
-    buffers: dict[str, Tensor]  # by name: those that F changed, as they were
+    buffers: dict[str, Tensor | None]  # by name: those that F changed, as they were
     settings: Settings  # modes and numbers of the modules, as a dropout's probability
     versions: tuple[int, ...]  # of the input and target, as autograd counts changes in place
 
@@ -67,7 +67,8 @@ class Recompute:
         """F: return the output, without a graph."""
         module = stage.module
         names = [name for name, _ in module.named_buffers()] if self.changes is None else self.changes
-        buffers = {name: module.get_buffer(name).detach().clone() for name in names}
+        found = {name: _owner(module, name).get(name.rpartition(".")[2]) for name in names}
+        buffers = {name: None if b is None else b.detach().clone() for name, b in found.items()}
         if self.settings is None or self.settings.changed():
             self.settings = Settings.of(module)
         flight.again = Recomputation(stage.random.state, buffers, self.settings, versions(flight))
@@ -98,7 +99,8 @@ class Recompute:
     def measure(self, stage: Stage, flight: Flight, output: Value) -> dict[str, int]:
         """The bytes that a micro-batch holds, and those that its repeat holds beyond that."""
         assert flight.again is not None
-        kept = [*flight.leaves, *tensors_in(flight.target), *flight.again.buffers.values()]
+        buffers = [buffer for buffer in flight.again.buffers.values() if buffer is not None]
+        kept = [*flight.leaves, *tensors_in(flight.target), *buffers]
         weights = list(stage.module.parameters())
         here = held_bytes([], kept, weights)
         return {
@@ -127,20 +129,23 @@ def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
                 after = stage.module.get_buffer(name)
                 if after is not others[name] or after._version or not equal(after, b):
                     changed.add(name.rpartition(".")[0])
-    # if a module changes one buffer, it may change all of them: batch statistics need not move at every batch
+    # if a module changes one buffer, it may change all of them: batch statistics need not move at every batch; and so
+    # it may change one that somebody sets later
     names = [name for name, _ in stage.module.named_buffers() if name.rpartition(".")[0] in changed]
+    places = stage.module.named_modules()
+    names += [f"{path}.{key}".lstrip(".") for path, m in places for key, b in m._buffers.items() if b is None]
     return names, graphless and all(equal(a, b) for a, b in zip(*map(tensors_in, outputs), strict=True))
 
 
 @contextmanager
-def _swapped(module: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
+def _swapped(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> Iterator[None]:
     """The module with other tensors for its buffers, which it may change; its own come back untouched."""
     homes = []
     for name in buffers:
-        path, _, key = name.rpartition(".")
-        owner = module.get_submodule(path)._buffers
-        homes.append((owner, key, owner[key]))
-    others = {id(own): other for (_, _, own), other in zip(homes, buffers.values(), strict=True)}
+        owner, key = _owner(module, name), name.rpartition(".")[2]
+        homes.append((owner, key, owner.get(key)))
+    pairs = [(own, other) for (_, _, own), other in zip(homes, buffers.values(), strict=True)]
+    others = {id(own): other for own, other in pairs if own is not None and other is not None}
     try:
         for (owner, key, _), other in zip(homes, buffers.values(), strict=True):
             owner[key] = other
@@ -149,6 +154,11 @@ def _swapped(module: nn.Module, buffers: dict[str, Tensor]) -> Iterator[None]:
     finally:
         for owner, key, own in homes:
             owner[key] = own
+
+
+def _owner(module: nn.Module, name: str) -> dict[str, Tensor | None]:
+    """The buffers of the module that has the one of this name."""
+    return module.get_submodule(name.rpartition(".")[0])._buffers
 
 
 def versions(flight: Flight) -> tuple[int, ...]:

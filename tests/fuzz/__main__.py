@@ -16,7 +16,7 @@ from .reverts import REVERTS, take_back
 
 
 def main() -> int:
-    """1 where a revert was not found, be it by the search or by the program that is to show it."""
+    """1 where a program has failed; with a revert, where none has, be it of the search or one that is to show it."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("program", nargs="?", help="a program to replay")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long new seeds are searched")
@@ -37,15 +37,16 @@ def main() -> int:
         check(Program())  # which a revert does not break: it is no slip of the pen
     if given.fault:
         return shown(given.fault) ^ bool(given.revert)
-    where = REVERTS[given.revert].where if given.revert else {}
+    where, failed = REVERTS[given.revert].where if given.revert else {}, False
     for number in fresh(given.seconds, 20 if given.revert else 100):
         try:
             search(number, 20 if given.revert else 100, not given.revert, **where)
         except (Exception, pytest.fail.Exception):
             traceback.print_exc()
+            failed = True
             if given.revert:
-                return 0
-    return int(bool(given.revert))
+                break
+    return int(failed) ^ int(bool(given.revert))
 
 
 def shown(name: str) -> int:

@@ -10,6 +10,7 @@ from pipeback import methods
 from tests.helpers.choice import mostly_rare
 from tests.helpers.mutation import LIBRARY
 
+from . import __main__ as command
 from .cases import METHODS
 from .check import check
 from .faults import FAULTS
@@ -76,6 +77,22 @@ def test_a_program_fails_with_what_is_reverted(name, fault):
     """That it is as it should be without, `test_faults_that_were_found` shows."""
     done = python("--revert", name, "--fault", fault)
     assert not done.returncode, f"{name}: {fault!r} does not show it\n{done.stdout}{done.stderr}"
+
+
+@pytest.mark.parametrize("fails", [True, False])
+@pytest.mark.parametrize("revert", [True, False])
+def test_what_the_command_says(fails, revert, monkeypatch):
+    """1 where a program has failed; with a revert, where none has."""
+
+    def searched(number, count, shrink, **where):
+        assert not fails, "a program that trains wrongly"
+
+    name = next(iter(SEARCHED))
+    monkeypatch.setattr(command, "take_back", lambda name: None)
+    monkeypatch.setattr("tests.fuzz.search.search", searched)
+    monkeypatch.setattr("tests.fuzz.search.fresh", lambda seconds, count: iter([1, 2]))
+    monkeypatch.setattr(sys, "argv", ["tests.fuzz", *(["--revert", name] if revert else [])])
+    assert command.main() == int(fails != revert)
 
 
 def test_every_fault_that_was_named_is_found():

@@ -67,3 +67,30 @@ def test_they_run_once(made, body, change, place):
     options = {} if body is sequence else {"stages": "layer"}
     found = losses(made, body, dressed, PipelineStrategy(method="sgd", **options))
     assert torch.equal(found, losses(made, body, dressed, "auto"))
+
+
+class Watched(Single):
+    """What it computes without a graph goes into its loss, as a teacher's output does."""
+
+    def __init__(self, body):
+        super().__init__(body)
+        self.second = nn.Linear(4, 4) if type(self) is WatchedSeveral else nn.Identity()
+
+    def through(self, x):
+        with torch.no_grad():
+            before = self.model(x)
+        found = self.second(self.model(x))
+        with torch.no_grad():
+            after = self.model(x + 1)
+        return found - 0.1 * before - 0.2 * after
+
+
+class WatchedSeveral(Watched):
+    pass
+
+
+@pytest.mark.parametrize("made", [Watched, WatchedSeveral])
+@pytest.mark.parametrize("change", FORWARD)
+def test_they_run_where_a_module_is_called_without_a_graph(made, change):
+    found = losses(made, Blocks, FORWARD[change], PipelineStrategy(method="sgd", stages="layer", module="self"))
+    assert torch.equal(found, losses(made, Blocks, FORWARD[change], "auto"))

@@ -3,6 +3,7 @@
 import copy
 import re
 import warnings
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
+from tests.helpers.choice import mostly_rare
 
 
 class Block(nn.Module):
@@ -87,10 +89,14 @@ def equals_plain(model, change=lambda model: None, at=0, **options):
     return pipe
 
 
-@pytest.mark.parametrize("stages", ["layer", "block", 3])
-@pytest.mark.parametrize("at", [0, 3])
-@pytest.mark.parametrize("place", PLACES)
-@pytest.mark.parametrize("kind", FORWARD)
+USUAL = [
+    ("hook", "model", 0, "layer"), ("hook", "block", 3, "block"), ("pre-hook", "layer", 3, 3),
+    ("pre-hook", "model", 3, "layer"), ("forward", "block", 0, 3), ("forward", "layer", 3, "layer"),
+]  # fmt: skip
+EVERY = list(product(FORWARD, PLACES, [0, 3], ["layer", "block", 3]))
+
+
+@pytest.mark.parametrize(("kind", "place", "at", "stages"), mostly_rare(EVERY, *USUAL))
 def test_around_a_forward(kind, place, at, stages):
     equals_plain(Blocks(), lambda model: FORWARD[kind](PLACES[place](model)), at, stages=stages)
 
