@@ -8,6 +8,7 @@ from torch import nn
 
 from pipeback.pipeline.replica_sync import ReplicaSync
 from pipeback.private import keep_versions
+from tests.helpers.gated import Gated
 from tests.laws.cases import data, pipeline, weights
 
 HOME, NONE = SimpleNamespace(slot=None), SimpleNamespace(state={})
@@ -38,15 +39,6 @@ def test_a_version_that_is_another_for_a_moment_copies_nothing(users):
     assert done == ["join", "go on"] and not follower.due
     assert torch.equal(own.weight, twin.weight) == users
     assert (twin.running_mean[0] == 7.0) != users
-
-
-class Gated(nn.Linear):
-    def __init__(self):
-        super().__init__(6, 6)
-        self.register_buffer("gate", torch.ones(6))
-
-    def forward(self, x):
-        return torch.tanh(super().forward(x) * self.gate)
 
 
 def written(gated):

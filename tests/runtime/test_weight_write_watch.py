@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from pipeback.tensors.weight_list import copy
+from tests.helpers.gated import Gated
 from tests.laws.cases import data, everything, network, pipeline
 
 
@@ -89,17 +90,6 @@ def test_masters_take_it_up(then):
             for x, y in data(11, dtype=torch.bfloat16):
                 pipe.push(x, y)
         assert torch.equal(*map(everything, pipes))
-
-
-class Gated(nn.Linear):
-    """Its graph keeps a buffer."""
-
-    def __init__(self):
-        super().__init__(6, 6)
-        self.register_buffer("gate", torch.ones(6))
-
-    def forward(self, x):
-        return torch.tanh(super().forward(x) * self.gate)
 
 
 @pytest.mark.parametrize("options", [{}, {"workers": 2}, {"store": "host"}, {"activations": "host"}], ids=str)
