@@ -38,11 +38,17 @@ class ModuleInputs:
 
         For another micro-batch the module may return a tensor of its own, as a layer that is dropped now and then does.
         So it must be told whether the forward goes on with what it gave or with what it got, and what it got needs a
-        gradient if the module has weights. A module of torch, a dropout, decides by numbers that it holds, and keeps
-        to that while they stay. decides: called with the name of each such number.
+        gradient if the module has weights, unless it stands beside what needs one, as a mask that layers hand on does.
+        A module of torch, a dropout, decides by numbers that it holds, and keeps to that while they stay. decides:
+        called with the name of each such number.
         """
+        grows = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
+        grows = grows and not any(isinstance(part, Tensor) and part.requires_grad for part in parts(output))
+        return self._apart(module, output, grows, decides)
+
+    def _apart(self, module: nn.Module, output: Any, grows: bool, decides: Callable[[str], None]) -> Any:
         if type(output) is tuple:
-            return tuple(self.apart(module, part, decides) for part in output)
+            return tuple(self._apart(module, part, grows, decides) for part in output)
         if id(output) not in self.versions or id(output) in self.passed:
             return output
         if output._version != self.versions[id(output)] or output.layout is not torch.strided:
@@ -51,7 +57,6 @@ class ModuleInputs:
             for key in [key for key, value in vars(module).items() if type(value) in (int, float)]:
                 decides(key)
             return output
-        grows = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
         if grows and not output.requires_grad and output.is_floating_point():
             return output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
         with torch.enable_grad():

@@ -9,15 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipeback.private import pytree
 from pipeback.splitting.autocast_regions import Entered
+from pipeback.splitting.call_outputs import Opened
 from pipeback.splitting.call_trace import Attribute, Call
 from pipeback.splitting.in_place import settled
 from pipeback.splitting.input_forms import ByForm, Key, key_of, written
@@ -25,7 +24,7 @@ from pipeback.splitting.refusals import decided_anew
 from pipeback.splitting.script_values import argument, in_a_row, without_gradient
 from pipeback.splitting.stage_script import Name, Script
 from pipeback.tensors import accelerators
-from pipeback.tensors.structures import Form, Ref, openable, opened
+from pipeback.tensors.structures import Form, Ref
 
 
 class LooksAlike(ValueError):
@@ -65,78 +64,6 @@ class Lent(nn.Module):
         finally:
             for m, mode in modes:
                 m.training = mode
-
-
-class Opened:
-    """Returns the tensors in the output of a call; raises if its structure differs from that in the trace."""
-
-    __name__, __module__ = "opened", "pipeback"
-
-    def __init__(self, form: Form, who: str, whole: str) -> None:
-        self.form, self.who, self.whole = form, who, whole
-        self.expects: Any = form
-        self._open = opener(form)
-
-    def __call__(self, value: Any) -> list[Tensor]:
-        found: list[Tensor] = []
-        if self._open is not None and self._open(value, found):
-            return found
-        tensors, form = opened(value, opens=openable)
-        if form.spec != self.form.spec or _constants(form) != _constants(self.form):
-            raise ValueError(
-                f"{self.who} gave another structure than when the model was traced: {_told(form)} instead of "
-                f"{_told(self.form)}; give the same one for every micro-batch of a shape, tensors for what changes, or "
-                f"keep what calls it whole: {self.whole}"
-            )
-        return tensors
-
-
-def _constants(form: Form) -> list[Any]:
-    """Return the constants without devices: a stage may be on another device than where it was traced."""
-    return [c for c in form.constants if not isinstance(c, torch.device)]
-
-
-_Open = Callable[[Any, list[Tensor]], bool]
-
-
-def opener(form: Form) -> _Open | None:
-    """Return a function that appends the tensors of a structure to a list and says whether the structure has this form.
-
-    It does what `opened` does in a fraction of the time. None for structures that have more than tuples, lists and
-    dictionaries in them.
-    """
-    constants = iter(form.constants)
-
-    def build(spec: pytree.TreeSpec) -> _Open | None:
-        kind = spec.type
-        if kind is None:
-            constant = next(constants)
-            return _a_tensor if isinstance(constant, Ref) else partial(_constant, constant)
-        if kind not in (tuple, list, dict):
-            return None
-        inner = [build(child) for child in spec.children()]
-        parts = [part for part in inner if part is not None]
-        if len(parts) < len(inner):
-            return None
-        keys = spec.context if kind is dict else None
-
-        def open_it(value: Any, found: list[Tensor]) -> bool:
-            if type(value) is not kind or len(value) != len(parts) or (keys is not None and list(value) != keys):
-                return False
-            return all(part(child, found) for part, child in zip(parts, value.values() if keys is not None else value))
-
-        return open_it
-
-    return build(form.spec)
-
-
-def _a_tensor(value: Any, found: list[Tensor]) -> bool:
-    found.append(value)
-    return isinstance(value, Tensor)
-
-
-def _constant(constant: Any, value: Any, found: list[Tensor]) -> bool:
-    return not isinstance(value, Tensor) and bool(value == constant)
 
 
 class Decided:
@@ -193,6 +120,7 @@ class SegmentWork:
     lends: dict[str, int]  # own weights that travel to later stages, and their numbers
     borrows: dict[str, int]  # weights of earlier stages, and their numbers
     constants: Mapping[str, Tensor]
+    still: Collection[int] = ()  # what calls give without a gradient
     form: Form | None = None  # of the model's output, in the last segment
     device: torch.device | None = None  # the device of the trace; it computes where its input is
 
@@ -324,7 +252,8 @@ class Segment(nn.Module):
                 known.update(dict.fromkeys(call.out, found))
                 continue
             who = self.__describe(call.target) if call.module else getattr(call.target, "__name__", "a function")
-            opens = Opened(call.form, who, self.__kept(call.where))
+            still = [n for n, number in enumerate(call.out) if number in portion.still]
+            opens = Opened(call.form, still, who, self.__kept(call.where))
             known.update(zip(call.out, script.unpack(opens, (found,), len(call.out)), strict=True))
         if entered is not None:
             script.call(entered, ())
@@ -391,7 +320,3 @@ def _register(root: nn.Module, name: str, part: Any, persistent: bool = True) ->
         root.register_buffer(key, part, persistent)
     else:
         root.add_module(key, part)
-
-
-def _told(form: Form) -> str:
-    return str(form.fill([f"tensor {n}" for n in range(len(form.constants))]))

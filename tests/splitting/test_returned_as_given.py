@@ -1,5 +1,7 @@
 """A module may return the tensor that it was given: whether it does so for each micro-batch or not, nothing differs."""
 
+import re
+
 import pytest
 import torch
 from torch import nn
@@ -118,3 +120,52 @@ class Carries(nn.Module):
 @pytest.mark.parametrize("pair", [False, True])
 def test_a_changed_object(pair):
     assert equals_plain_training(Carries(pair), BATCHES, stages="block").stages == 3
+
+
+class Biased(nn.Module):
+    """An attention that hands on its bias; `learns` decides by the input whether the bias is another one for later."""
+
+    def __init__(self, learns=False):
+        super().__init__()
+        self.mix, self.scale, self.learns = nn.Linear(16, 48), nn.Parameter(torch.tensor(0.5)), learns
+
+    def forward(self, h, bias):
+        q, k, v = self.mix(h).view(2, 16, 3, 16).unbind(2)
+        h = h + nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        return h, bias * self.scale if self.learns and h[0, 0, 0] > 0 else bias
+
+
+class HandsBiasOn(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(16, 16)
+        self.blocks = nn.ModuleList(Biased(**options) for _ in range(3))
+
+    def forward(self, x):
+        h, bias = self.first(x), torch.linspace(-1, 1, 16).expand(16, 16)
+        for block in self.blocks:
+            h, bias = block(h, bias)
+        return h
+
+
+def images(sign):
+    return [sign * torch.randn(2, 16, 16, generator=torch.Generator().manual_seed(n)).abs() for n in range(4)]
+
+
+def test_a_bias_without_weights_is_handed_on_without_a_gradient():
+    """A bias that needs a gradient gets another kernel of attention, which rounds otherwise."""
+    pipe = equals_plain_training(HandsBiasOn(), images(1), stages="block")
+    assert pipe.stages == 4
+
+
+def test_a_bias_that_needs_a_gradient_only_later_is_refused():
+    model = HandsBiasOn(learns=True)
+    nn.init.eye_(model.first.weight)
+    without, with_one = images(-1)[0], images(1)[0]
+    pipe = pipeline(model, without, stages="block")
+    pipe.push(without, torch.zeros(2, 16, 16))
+    with pytest.raises(pipeback.StageError, match=r"gave a tensor that needs a gradient") as error:
+        pipe.push(with_one, torch.zeros(2, 16, 16))
+    cure = re.search(r"stages=(pipeback\.Splitting\(.*?\]\))", str(error.value))[1]
+    equals_plain_training(HandsBiasOn(learns=True), [without, with_one], stages=eval(cure, {"pipeback": pipeback}))

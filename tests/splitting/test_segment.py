@@ -6,7 +6,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 from pipeback import Pipeline
-from pipeback.splitting.segment import opener
+from pipeback.splitting.call_outputs import opener
 from pipeback.splitting.tracer import opened
 
 A, B, C = torch.zeros(1), torch.ones(2), torch.ones(3)
