@@ -6,6 +6,8 @@
 
 table       everything side by side: plain loops, our runtimes, torch.distributed.pipelining (the docs show it)
             options: networks= contenders= out=FILE read=FILE page=true; benches/table.py explains them
+kernels     what that time is made of, on one device: products, update, other kernels, the rest (benches/kernels.py)
+            options: networks= contenders=
 scaling     cost per micro-batch and stage, by number of stages, delay and method; memory, measured and predicted; the
             same by length of a push; seconds of building, beginning, saving and loading up to 1,024 stages
             options: stages= methods= slack= micro_batches=
@@ -45,13 +47,14 @@ from pipeback.recipes.provenance import command, heading, load, provenance
 
 SECTIONS = {
     name: name for name in (
-        "table", "scaling", "event_loop", "vectorized", "auto", "pushes", "threads", "processes", "streaming",
-        "splitting", "research", "memory", "imports", "stability", "gpu",
+        "table", "kernels", "scaling", "event_loop", "vectorized", "auto", "pushes", "threads", "processes",
+        "streaming", "splitting", "research", "memory", "imports", "stability", "gpu",
     )
 } | {"lightning": "under_lightning"}  # fmt: skip
 NAMED = {"stability", "gpu"}  # sections that run only if they are named
 OPTIONS = {
     "table": ("networks", "contenders", "out", "read", "page"),
+    "kernels": ("networks", "contenders"),
     "gpu": ("networks",),
     "scaling": ("stages", "methods", "slack", "micro_batches"),
     "processes": ("cases",),
