@@ -18,7 +18,7 @@ pushes      pushes of 256 micro-batches whose losses are read each time over one
             loop; and of 1, 2 and 8 as one over the event loop
 threads     two threads on two cores against two independent single-process copies that run at once
 processes   two ranks against two such copies and against torch.distributed.pipelining; memory per rank
-            options: cases=
+            options: cases= fused=true
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
 splitting   seconds of cutting resnet50 into stages; the cost of passing dictionaries and long skips along
 research    CPU milliseconds per update of 32 stages of width 48 under AdamW, by method, as sweeps train them
@@ -57,7 +57,7 @@ OPTIONS = {
     "kernels": ("networks", "contenders"),
     "gpu": ("networks",),
     "scaling": ("stages", "methods", "slack", "micro_batches"),
-    "processes": ("cases",),
+    "processes": ("cases", "fused"),
     "stability": ("methods", "momenta", "delays", "out"),
     **dict.fromkeys(("event_loop", "vectorized", "lightning", "research", "imports"), ("against",)),
 }  # fmt: skip

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -46,13 +47,18 @@ class Task(Protocol):
     def turn(self) -> int: ...
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]: ...
+    @property
+    def optimizer(self) -> Callable[[Any], torch.optim.SGD]: ...
 
     def model(self) -> nn.Sequential: ...
     def data(self, micro_batches: int = 1) -> tuple[Tensor, Tensor]: ...
 
 
 class Case(NamedTuple):
-    """A transformer: layers of `width` on micro-batches of `samples` sequences; `turn` micro-batches per turn."""
+    """A transformer: layers of `width` on micro-batches of `samples` sequences; `turn` micro-batches per turn.
+
+    fused: whether optimizers step in one pass through memory, instead of by foreach.
+    """
 
     name: str
     width: int
@@ -60,10 +66,15 @@ class Case(NamedTuple):
     samples: int
     turn: int
     layers: int = 8
+    fused: bool = False
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
         return mse_loss
+
+    @property
+    def optimizer(self) -> Callable[[Any], torch.optim.SGD]:
+        return partial(sgd, fused=self.fused)
 
     def model(self) -> nn.Sequential:
         torch.manual_seed(0)
@@ -131,7 +142,7 @@ def build(task: Task, method: str | pipeback.Method, flush: int = 0, **options: 
     if isinstance(method, str):
         method = methods.create(method, micro_batches=flush) if flush else methods.create(method)
     return pipeback.Pipeline(
-        task.model(), loss=task.loss, optimizer=sgd, method=method, micro_batch_size=task.samples, **options
+        task.model(), loss=task.loss, optimizer=task.optimizer, method=method, micro_batch_size=task.samples, **options
     )
 
 
@@ -190,9 +201,9 @@ def pipelined(task: Task, name: str, turn: int, flush: int = 0, fill: bool = Fal
 
 
 def plain(task: Task, turn: int, fused: bool = False) -> Contender:
-    """The training loop that everybody writes."""
+    """The training loop that everybody writes. fused: the optimizer is, whatever that of the task is."""
     model = task.model()
-    optimizer = sgd(model.parameters(), fused)
+    optimizer = sgd(model.parameters(), fused=True) if fused else task.optimizer(model.parameters())
     x, y = task.data()
 
     def run() -> float:
@@ -212,7 +223,7 @@ def apart(task: Task, turn: int) -> Contender:
     No schedule, no versions, no messages. The plain loop does the same, but its backward is one call.
     """
     model = task.model()
-    optimizer = sgd(model.parameters())
+    optimizer = task.optimizer(model.parameters())
     x, y = task.data()
 
     def run() -> float:
@@ -267,7 +278,7 @@ def peer(
     mine = {n: mine[n] for n in (parts[rank] if parts else (rank,))}
     stages = [PipelineStage(part, n, count, torch.device("cpu"), group=dist.group.WORLD) for n, part in mine.items()]
     steps = schedule(stages if parts else stages[0], n_microbatches=flush, loss_fn=task.loss)
-    optimizer = sgd([weight for part in mine.values() for weight in part.parameters()])
+    optimizer = task.optimizer([weight for part in mine.values() for weight in part.parameters()])
     x, y = task.data(flush)
     given: tuple[Any, ...] = (x,) if 0 in mine else ()
     judged: dict[str, Any] = {"target": y, "losses": []} if count - 1 in mine else {}

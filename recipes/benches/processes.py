@@ -6,6 +6,7 @@ torch.distributed.pipelining, step once per flush of 4 or 8 micro-batches, as ou
 steps after every one. With 8 there are also schedules whose ranks hold two parts each, or whose backward is split.
 
     pipeback bench processes cases=large repeats=9      # cases: large, small
+    pipeback bench processes fused=true                 # all optimizers are torch's fused SGD, instead of by foreach
 """
 
 from __future__ import annotations
@@ -24,8 +25,11 @@ CASES = (
 IDEAL = "two copies of pb"
 
 
-def main(repeats: int, cases: str = "") -> None:
+def main(repeats: int, cases: str = "", fused: str = "false") -> None:
+    if fused not in ("true", "false"):
+        sys.exit(f"pipeback bench: fused={fused}: true or false")
     for case in named(cases) if cases else CASES:
+        case = case._replace(fused=fused == "true")
         rates, weights, whole = on_ranks(measured, case, repeats)
         print(f"\n{case.layers} transformer layers of width {case.width}, sequence {case.length}, "
               f"micro-batch {case.samples}:\n")  # fmt: skip

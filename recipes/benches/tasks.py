@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
 
+from pipeback.recipes.benches.network import sgd
 from pipeback.recipes.benches.vectorized import Linear, Transformer, blocks
 from pipeback.recipes.models import MODELS
 
@@ -38,6 +39,10 @@ class Task(NamedTuple):
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
         return cross_entropy if self.network.classes else mse_loss
+
+    @property
+    def optimizer(self) -> Callable[[Any], torch.optim.SGD]:
+        return sgd
 
     def model(self) -> nn.Sequential:
         torch.manual_seed(0)

@@ -91,7 +91,8 @@ def test_sections_are_chosen_by_name(monkeypatch, capsys):
 def test_processes_take_turns(capfd, monkeypatch):
     monkeypatch.setattr(processes, "on_ranks", lambda work, *given: turns.on_ranks(hastily, *given, start="forkserver"))
     monkeypatch.setattr(processes, "CASES", [Case("tiny", width=8, length=4, samples=2, turn=16, layers=4)])
-    processes.main(2)
+    processes.main(2, fused="true")
+    assert Case("tiny", 8, 4, 2, 16, fused=True).optimizer([torch.zeros(1)]).defaults["fused"]
     out = capfd.readouterr().out
     assert "4 transformer layers of width 8, sequence 4, micro-batch 2" in out
     for name in ("two plain loops", "pb, threads", "pb, gloo", "pb, shared_memory", "gpipe 8", "Schedule1F1B 4",
