@@ -140,11 +140,13 @@ def _notes(found: Results, setting: Setting) -> str:
         each = f" The best rate is that of {one}" if "," in one else ""
     if any(tried.at_edge for tried in setting.tried):
         each += "; * the least or the largest one tried, so that one beyond may be better"
+    least = min((row.updates for row in found.rows), default=SMOOTHED)
+    means = f"of {SMOOTHED} updates at the end" if least >= SMOOTHED else f"of at most {SMOOTHED} updates at the end"
     batches = next((f" In this table, {note}." for note in found.notes if note.startswith(BATCHES)), "")
     return (
         f"The slow-down is the number of updates until a training loss, over those of {reference}. That loss is one of "
         "forwards, whose weights may be predicted; the held-out slow-down is that of the model at the end, at least 1, "
         f"and – where {reference} began below its loss. Both are medians over "
-        f"the seeds, with the least and the largest. Training losses are means of {SMOOTHED} updates at the end. All "
+        f"the seeds, with the least and the largest. Training losses are means {means}. All "
         f"others are mean ± standard deviation over the seeds.{each and f'{each}.'}{batches}"
     )

@@ -73,6 +73,12 @@ def test_the_table_says_what_the_file_says():
     assert all(cells["seeds"] == "2" for cells in rows.values())
 
 
+def test_a_short_run_has_means_of_fewer_updates():
+    (short,) = summary.sheets(SWEEP._replace(rows=[one._replace(updates=16) for one in ROWS]))
+    (long,) = summary.sheets(SWEEP)
+    assert "means of at most 50 updates" in short.notes and "means of 50 updates" in long.notes
+
+
 def test_every_choice_of_options_is_a_table_of_its_own():
     rows = [row(m, "0.1", 0, 2.0, model_width=w, model_depth=3) for w in (48, 96) for m in ("sgd", "pb")]
     found = summary.sheets(SWEEP._replace(rows=rows))
