@@ -7,7 +7,6 @@ stand in, and the numbers and strings beside them.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from itertools import chain
 from typing import Any, NamedTuple
 
 import torch
@@ -15,6 +14,7 @@ from torch import Tensor, nn
 
 from pipeback.splitting.branches import MOST, Branch
 from pipeback.splitting.call_arguments import Arguments
+from pipeback.splitting.module_walk import KINDS, held
 from pipeback.splitting.refusals import shortened
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import replica
@@ -78,15 +78,18 @@ class Known(NamedTuple):
         )
 
 
-def with_own_tensors(arguments: Arguments, model: nn.Module) -> Arguments:
-    """Return the arguments with tensors of their own, since a model may change them: where all its weights are."""
-    (tensors, form), device = opened(tuple(arguments)), device_of(model)
+def with_own_tensors(arguments: Arguments, modules: Mapping[str, nn.Module]) -> Arguments:
+    """Return the arguments with tensors of their own, since a model may change them: where all its weights are.
+
+    modules: all of the model, by their paths.
+    """
+    (tensors, form), device = opened(tuple(arguments)), device_of(modules)
     return Arguments(*form.fill([replica(tensor, device) for tensor in tensors]))
 
 
-def device_of(model: nn.Module) -> torch.device | None:
-    """Return the device of all weights and buffers of a model; None if they are on several, or on none."""
-    found = {t.device for t in chain(model.parameters(), model.buffers())} - {torch.device("meta")}
+def device_of(modules: Mapping[str, nn.Module]) -> torch.device | None:
+    """Return the device of all weights and buffers in modules; None if they are on several, or on none."""
+    found = {t.device for kind in KINDS for _, t in held(modules, kind)} - {torch.device("meta")}
     return found.pop() if len(found) == 1 else None
 
 

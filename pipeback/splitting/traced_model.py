@@ -277,10 +277,10 @@ class TracedModel:
         if real:
             with self._unchanged(anew=True):
                 return trace_forward(
-                    self.model, *with_own_tensors(arguments, self.model), self._leaves, work=work, left=left,
+                    self.model, *with_own_tensors(arguments, self._walked), self._leaves, work=work, left=left,
                     outside=OutsideDraws(self._restores.generators, fine), within=self._walked, deep=self.deep,
                 )[0]  # fmt: skip
-        (tensors, form), device = opened(tuple(arguments)), device_of(self.model)
+        (tensors, form), device = opened(tuple(arguments)), device_of(self._walked)
         with eagerly(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
             values = {name: shaped(t) for name, t in own.items()}
@@ -293,8 +293,8 @@ class TracedModel:
             )[0]  # fmt: skip
 
     def _prove(self, arguments: Arguments, x: Any) -> None:
-        args, kwargs = with_own_tensors(arguments, self.model)
-        x = to_device(device_of(self.model), x)
+        args, kwargs = with_own_tensors(arguments, self._walked)
+        x = to_device(device_of(self._walked), x)
         unchanged = partial(self._unchanged, anew=False)  # it has been restored since it was traced
         if self.rewritten:
             self._restores = untouched(self.model, self.rewritten, self._walked)
