@@ -98,6 +98,30 @@ class Instance(nn.Module):
         return [(g * y).sum(0), g.sum(0)], w[0] * root * (g - g.mean(0) - y * (g * y).mean(0))
 
 
+class Relative(nn.Module):
+    """y = x · (M T)[r], the rows r of an interpolated table T, as MViT has it for relative positions."""
+
+    rows = ((3, 2, 5, 4), (4, 3, 2, 1), (0, 0, 1, 6), (6, 5, 4, 3))  # r: (WIDTH, WIDTH), of 7 rows
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5) * 0.5)
+
+    @staticmethod
+    def stretched(table):
+        return nn.functional.interpolate(table.reshape(1, 1, -1), size=7, mode="linear").flatten()
+
+    def forward(self, x):
+        return x @ self.stretched(self.table)[torch.tensor(self.rows)]
+
+    @classmethod
+    def back(cls, w, x, g):
+        rows = torch.tensor(cls.rows)
+        long = torch.zeros(7, dtype=x.dtype).index_add(0, rows.flatten(), (x.T @ g).flatten())
+        m = torch.stack([cls.stretched(row) for row in torch.eye(5, dtype=x.dtype)])  # Mᵀ
+        return [m @ long], g @ cls.stretched(w[0])[rows].T
+
+
 class Both(nn.Sequential):
     def __init__(self):
         super().__init__(Norm(), nn.Linear(WIDTH, WIDTH))
@@ -110,7 +134,7 @@ def stages(*kinds):
 
 KINDS = [
     (Norm, Decay, Normed, Normed), (Normed, Cast, Norm, Decay), (Decay, Normed, Cast, Norm),
-    (Instance, Normed, Instance, Cast),
+    (Instance, Normed, Instance, Cast), (Relative, Relative, Norm, Relative),
 ]  # fmt: skip
 
 
