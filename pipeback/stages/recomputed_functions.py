@@ -5,7 +5,7 @@
 
 So B of plain PB runs entirely on the newest weights, and saved states of micro-batches in flight hold no old ones. All
 operations of F are recorded, which costs time per operation; h has to be cheap: elementwise arithmetic, norms, sums,
-repetitions, casts, rows that are looked up (a table of relative positions), interpolation.
+repetitions, casts, rows that are looked up (a table of relative positions), interpolation, Fourier transforms.
 """
 
 from __future__ import annotations
@@ -33,6 +33,7 @@ _CHEAP = {
         "cat", "stack", "cumsum", "repeat", "_unsafe_view", "index", "index_select", "gather", "embedding", "flip",
         "roll", "constant_pad_nd", "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d",
         "upsample_trilinear3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+        "_fft_r2c", "_fft_c2r", "_fft_c2c", "complex",
     )
 }  # fmt: skip
 

@@ -122,6 +122,22 @@ class Relative(nn.Module):
         return [m @ long], g @ cls.stretched(w[0])[rows].T
 
 
+class Long(nn.Module):
+    """y_j = Σ x_i · w_(j − i) over i ≤ j, a long convolution by Fourier transforms, as S4 has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(WIDTH) * 0.5)
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x, 2 * WIDTH) * torch.fft.rfft(self.kernel, 2 * WIDTH))[:, :WIDTH]
+
+    @staticmethod
+    def back(w, x, g):
+        shifts = torch.stack([torch.eye(WIDTH, dtype=x.dtype).roll(k, 1).triu(k) for k in range(WIDTH)])
+        return [(shifts * (x.T @ g)).sum((1, 2))], g @ torch.einsum("k,kij->ij", w[0], shifts).T
+
+
 class Both(nn.Sequential):
     def __init__(self):
         super().__init__(Norm(), nn.Linear(WIDTH, WIDTH))
@@ -135,6 +151,7 @@ def stages(*kinds):
 KINDS = [
     (Norm, Decay, Normed, Normed), (Normed, Cast, Norm, Decay), (Decay, Normed, Cast, Norm),
     (Instance, Normed, Instance, Cast), (Relative, Relative, Norm, Relative),
+    (Long, Norm, Long, Cast),
 ]  # fmt: skip
 
 
