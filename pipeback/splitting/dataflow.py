@@ -61,9 +61,10 @@ def hand_along(
             raise ValueError(f"{label} gives nothing that a later stage would take; cut elsewhere")
         gives = gives if last else gives + marks
         fixed = {v for v in takes if v < len(record.grads) and not record.grads[v]}
+        still = frozenset() if last else frozenset(v for v in gives if v < len(record.grads) and not record.grads[v])
         portion = SegmentWork(
             calls[s], takes, gives, fixed, lends[s], borrows[s], record.constants, record.form if last else None,
-            record.device,
+            record.device, still,
         )  # fmt: skip
         found.append((portion, [loosened(forms[v]) if v in record.loose else forms[v] for v in takes]))
         takes = gives

@@ -33,16 +33,21 @@ class ModuleInputs:
         if self.passed:
             self.passed.difference_update(map(id, parts(values)))
 
-    def apart(self, module: nn.Module, output: Any, decides: Callable[[str], None]) -> Any:
+    def apart(self, module: nn.Module, output: Any, decides: Callable[[str], None], beside: bool = False) -> Any:
         """Return the module's output; a tensor in it that the module was given is replaced by an equal one.
 
         For another micro-batch the module may return a tensor of its own, as a layer that is dropped now and then does.
         So it must be told whether the forward goes on with what it gave or with what it got, and what it got needs a
         gradient if the module has weights. A module of torch, a dropout, decides by numbers that it holds, and keeps
-        to that while they stay. decides: called with the name of each such number.
+        to that while they stay. decides: called with the name of each such number. beside: whether the module gives a
+        tensor of its own beside this one, which then is a mask or the like that it hands along as it is. Attention has
+        other kernels for a mask that needs a gradient; so that one does not, and a stage raises if it ever does.
         """
         if type(output) is tuple:
-            return tuple(self.apart(module, part, decides) for part in output)
+            beside = beside or any(
+                isinstance(t, Tensor) and t.requires_grad and id(t) not in self.versions for t in output
+            )
+            return tuple(self.apart(module, part, decides, beside) for part in output)
         if id(output) not in self.versions or id(output) in self.passed:
             return output
         if output._version != self.versions[id(output)] or output.layout is not torch.strided:
@@ -52,7 +57,7 @@ class ModuleInputs:
                 decides(key)
             return output
         grows = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        if grows and not output.requires_grad and output.is_floating_point():
+        if grows and not beside and not output.requires_grad and output.is_floating_point():
             return output + torch.zeros((), dtype=output.dtype, device=output.device, requires_grad=True)
         with torch.enable_grad():
             return output.view_as(output)

@@ -97,3 +97,8 @@ def without_gradient(function: Callable[..., Any], /, *args: Any, **kwargs: Any)
     """Call a function under torch.no_grad() and return its output."""
     with torch.no_grad():
         return function(*args, **kwargs)
+
+
+def needs_gradient(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a gradient."""
+    return tensor.requires_grad

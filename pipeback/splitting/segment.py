@@ -22,7 +22,7 @@ from pipeback.splitting.call_trace import Attribute, Call
 from pipeback.splitting.in_place import settled
 from pipeback.splitting.input_forms import ByForm, Key, key_of, written
 from pipeback.splitting.refusals import decided_anew
-from pipeback.splitting.script_values import argument, in_a_row, without_gradient
+from pipeback.splitting.script_values import argument, in_a_row, needs_gradient, without_gradient
 from pipeback.splitting.stage_script import Name, Script
 from pipeback.tensors import accelerators
 from pipeback.tensors.structures import Form, Ref, openable, opened
@@ -195,6 +195,7 @@ class SegmentWork:
     constants: Mapping[str, Tensor]
     form: Form | None = None  # of the model's output, in the last segment
     device: torch.device | None = None  # the device of the trace; it computes where its input is
+    still: frozenset[int] = frozenset()  # of `gives`, those without a gradient
 
 
 class Segment(nn.Module):
@@ -326,6 +327,8 @@ class Segment(nn.Module):
             who = self.__describe(call.target) if call.module else getattr(call.target, "__name__", "a function")
             opens = Opened(call.form, who, self.__kept(call.where))
             known.update(zip(call.out, script.unpack(opens, (found,), len(call.out)), strict=True))
+            for number in portion.still.intersection(call.out) if call.module else ():
+                script.call(Decided(needs_gradient, False, who, self.__kept(call.where)), (known[number],))
         if entered is not None:
             script.call(entered, ())
         # last, so that what later stages add to a weight's gradient comes first, as in the backward of the model itself

@@ -93,6 +93,7 @@ def test_runtimes_agree():
         splitting = pipeback.Splitting("layer", leaves=["gate"])
         pipe = pipeline(model, BATCHES[0], method="pb", workers=workers, stages=splitting)
         found.append([pipe.push(x, torch.zeros(5, 4)).item() for x in BATCHES])
+        pipe.drain()
         pipe.close()
         found[-1] += [p.detach().clone() for p in model.parameters()]
     assert found[0][:6] == found[1][:6] and all(map(torch.equal, found[0][6:], found[1][6:]))

@@ -118,3 +118,50 @@ class Carries(nn.Module):
 @pytest.mark.parametrize("pair", [False, True])
 def test_a_changed_object(pair):
     assert equals_plain_training(Carries(pair), BATCHES, stages="block").stages == 3
+
+
+class Attends(nn.Module):
+    """Attention that hands its mask along, as the layers of T5 do; or a mask of its own making."""
+
+    def __init__(self, own=False):
+        super().__init__()
+        self.qkv, self.scale, self.own = nn.Linear(16, 48), nn.Parameter(torch.ones(())), own
+
+    def forward(self, h, mask):
+        mask = mask * self.scale if self.own and h.sum() > 0 else mask
+        q, k, v = self.qkv(h).view(2, 15, 3, 4, 4).permute(2, 0, 3, 1, 4)
+        attended = nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=1.0)
+        return h + attended.transpose(1, 2).flatten(2), mask
+
+
+class Attention(nn.Module):
+    def __init__(self, own=False):
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks, self.head = nn.ModuleList(Attends(own) for _ in range(4)), nn.Linear(16, 4)
+
+    def forward(self, x):
+        h, mask = x, torch.zeros(2, 4, 15, 15).masked_fill(torch.ones(15, 15).triu(1).bool(), -1e4)
+        for block in self.blocks:
+            h, mask = block(h, mask)
+        return self.head(h)
+
+
+SENTENCES = [torch.randn(2, 15, 16, generator=torch.Generator().manual_seed(n)) for n in range(4)]
+
+
+def test_a_mask_that_layers_hand_along_gets_no_gradient():
+    """Attention would take other kernels, which give other last bits."""
+    for splitting in ("block", "layer"):
+        assert equals_plain_training(Attention(), SENTENCES, stages=splitting).stages >= 5
+
+
+def test_a_mask_that_gets_a_gradient_after_all_is_not_cut_off():
+    """The first micro-batch does not take the branch that makes one, and the second one does."""
+    few, many = SENTENCES[0] - 3.0, SENTENCES[1] + 3.0
+    pipe = pipeline(Attention(own=True), few, stages="block")
+    assert pipe.push(few, torch.zeros(2, 15, 4)).isfinite()
+    with pytest.raises(pipeback.StageError, match="needs_gradient gave True, but False when the model was traced") as e:
+        pipe.push(many, torch.zeros(2, 15, 4))
+    assert "leaves=['']" in str(e.value)
+    equals_plain_training(Attention(own=True), [few, many], stages=pipeback.Splitting(leaves=[""]))
