@@ -39,6 +39,11 @@ def away(who: str, where: str, name: str) -> ValueError:
     )
 
 
+def conditional(who: str, where: str) -> ValueError:
+    """The error for a call of torch.cond, whose branches may hold any weights."""
+    return ValueError(f"{who}.forward calls torch.cond, which cannot be traced; {cure_whole(where)}")
+
+
 def set_elsewhere(who: str) -> str:
     """The message for a forward that sets an attribute of a module which is not traced into."""
     return (

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Collection, Container, Mapping, Sequence
 from contextlib import ExitStack, nullcontext
-from functools import partial
 from types import FrameType
 from typing import Any
 
@@ -28,6 +27,7 @@ from pipeback.splitting.autocast_regions import autocasts, other
 from pipeback.splitting.call_cost import Work
 from pipeback.splitting.call_listeners import calls_heard
 from pipeback.splitting.call_trace import Attribute, Call, CallTrace
+from pipeback.splitting.conditionals import branches_taken
 from pipeback.splitting.data_sizes import bounded, ends_at_tensors, padded, pads, to_longest
 from pipeback.splitting.escaped_tensors import Escape, Inside
 from pipeback.splitting.in_place import Hooked, Kept, stays
@@ -68,7 +68,7 @@ def trace_forward(
     args and kwargs, in pytree order, have the numbers 0, 1, … Raises ValueError naming the module if something cannot
     be traced: objects that calls would share, state that is left.
     """
-    recorder = _Recorder(model, leaves, values, answers, work, left, outside, within)
+    r = recorder = _Recorder(model, leaves, values, answers, work, left, outside, within)
     recorder.held.update(in_structures(recorder.modules) if deep else {})
     watched = [(name, buffer, buffer._version) for name, buffer in recorder.buffers]
     given, _ = opened((tuple(args), dict(kwargs)))
@@ -83,6 +83,7 @@ def trace_forward(
             recorder,
             calls_heard(modules.values(), recorder.call, recorder.applied, recorder.mapped),
             recorder.sets.heard(modules.values(), recorder.set_from_outside, recorder.apart),
+            branches_taken(lambda: None if r.inside else refusals.conditional(r.name(r.where), r.where)),
         ):
             stack.enter_context(context)
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))
@@ -99,7 +100,7 @@ def trace_forward(
     out, form = recorder.opened(output, recorder.known, "")
     if not out:
         raise ValueError(f"{type(model).__name__} returned no tensor, but {type(output).__name__}")
-    r, changed = recorder, {name for name, buffer, version in watched if buffer._version != version}
+    changed = {name for name, buffer, version in watched if buffer._version != version}
     changed |= set() if recorder.kept is None else recorder.kept.names
     # a tensor without a gradient gets one when a tensor with one is written into it
     grads = [before or tensor.requires_grad for before, tensor in zip(r.grads, r.numbered, strict=True)]
@@ -147,7 +148,7 @@ class _Recorder(TorchFunctionMode):
         self.sets = Sets(self.paths, left)
         self.around = autocasts()
         self.outside = outside or OutsideDraws(generators(self.modules.values()), True)
-        tell = partial(refusals.set_anew, type(model).__name__)
+        tell = lambda name: refusals.set_anew(type(model).__name__, name)  # noqa: E731
         self.kept = None if values is not None else Kept([*parameters, *self.buffers], tell)
 
     @property

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import nn
 
 from pipeback import private
+from pipeback.splitting.conditionals import branches_taken
 from pipeback.splitting.module_walk import walked
 
 
@@ -45,10 +46,12 @@ def uncompiled(model: nn.Module | Sequence[nn.Module], where: str = "model") -> 
     return taken
 
 
-def eagerly() -> AbstractContextManager[object]:
-    """A context within which functions that torch.compile has made run as they were written and are traced."""
+@contextmanager
+def eagerly() -> Iterator[None]:
+    """A context within which what torch.compile and torch.cond would compile runs as it is written, and is traced."""
     compiles = "torch._dynamo" in sys.modules  # else nothing is compiled, and it would take seconds to import
-    return torch.compiler.set_stance("force_eager") if compiles else nullcontext()
+    with branches_taken(), torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+        yield
 
 
 def _without(module: nn.Module, name: str, found: list[str]) -> nn.Module:

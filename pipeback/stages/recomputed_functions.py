@@ -5,7 +5,7 @@
 
 So B of plain PB runs entirely on the newest weights, and saved states of micro-batches in flight hold no old ones. All
 operations of F are recorded, which costs time per operation; h has to be cheap: elementwise arithmetic, norms, sums,
-repetitions, casts.
+repetitions, casts, rows that are looked up (a table of relative positions), interpolation, Fourier transforms.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeback.private import identity, in_backward, pytree
+from pipeback.splitting.conditionals import branches_taken
 from pipeback.splitting.provenance import WEIGHTS, Provenance, memory_of, written
 from pipeback.stages.compiled import Compiled
 from pipeback.stages.copy_slices import Handle, Handles
@@ -29,7 +30,10 @@ _CHEAP = {
     "aten::" + name
     for name in (
         "_to_copy", "clone", "_weight_norm_interface", "linalg_vector_norm", "norm", "sum", "mean", "amax", "amin",
-        "cat", "stack", "cumsum", "repeat", "_unsafe_view",
+        "cat", "stack", "cumsum", "repeat", "_unsafe_view", "index", "index_select", "gather", "embedding", "flip",
+        "roll", "constant_pad_nd", "upsample_linear1d", "upsample_bilinear2d", "upsample_bicubic2d",
+        "upsample_trilinear3d", "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
+        "_fft_r2c", "_fft_c2r", "_fft_c2c", "complex",
     )
 }  # fmt: skip
 
@@ -166,7 +170,7 @@ class Afresh:
         def unpack(packed: Handle | Part | ComputedTensor) -> Tensor:
             return handles.unpack(packed) if isinstance(packed, Handle) else again(packed)
 
-        with saved_tensors_hooks(pack, unpack), recorder:
+        with branches_taken(), saved_tensors_hooks(pack, unpack), recorder:
             output = self.inner(given)
         torch.clear_autocast_cache()
         return output

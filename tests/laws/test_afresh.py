@@ -98,6 +98,46 @@ class Instance(nn.Module):
         return [(g * y).sum(0), g.sum(0)], w[0] * root * (g - g.mean(0) - y * (g * y).mean(0))
 
 
+class Relative(nn.Module):
+    """y = x · (M T)[r], the rows r of an interpolated table T, as MViT has it for relative positions."""
+
+    rows = ((3, 2, 5, 4), (4, 3, 2, 1), (0, 0, 1, 6), (6, 5, 4, 3))  # r: (WIDTH, WIDTH), of 7 rows
+
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(5) * 0.5)
+
+    @staticmethod
+    def stretched(table):
+        return nn.functional.interpolate(table.reshape(1, 1, -1), size=7, mode="linear").flatten()
+
+    def forward(self, x):
+        return x @ self.stretched(self.table)[torch.tensor(self.rows)]
+
+    @classmethod
+    def back(cls, w, x, g):
+        rows = torch.tensor(cls.rows)
+        long = torch.zeros(7, dtype=x.dtype).index_add(0, rows.flatten(), (x.T @ g).flatten())
+        m = torch.stack([cls.stretched(row) for row in torch.eye(5, dtype=x.dtype)])  # Mᵀ
+        return [m @ long], g @ cls.stretched(w[0])[rows].T
+
+
+class Long(nn.Module):
+    """y_j = Σ x_i · w_(j − i) over i ≤ j, a long convolution by Fourier transforms, as S4 has it."""
+
+    def __init__(self):
+        super().__init__()
+        self.kernel = nn.Parameter(torch.randn(WIDTH) * 0.5)
+
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(x, 2 * WIDTH) * torch.fft.rfft(self.kernel, 2 * WIDTH))[:, :WIDTH]
+
+    @staticmethod
+    def back(w, x, g):
+        shifts = torch.stack([torch.eye(WIDTH, dtype=x.dtype).roll(k, 1).triu(k) for k in range(WIDTH)])
+        return [(shifts * (x.T @ g)).sum((1, 2))], g @ torch.einsum("k,kij->ij", w[0], shifts).T
+
+
 class Both(nn.Sequential):
     def __init__(self):
         super().__init__(Norm(), nn.Linear(WIDTH, WIDTH))
@@ -110,7 +150,8 @@ def stages(*kinds):
 
 KINDS = [
     (Norm, Decay, Normed, Normed), (Normed, Cast, Norm, Decay), (Decay, Normed, Cast, Norm),
-    (Instance, Normed, Instance, Cast),
+    (Instance, Normed, Instance, Cast), (Relative, Relative, Norm, Relative),
+    (Long, Norm, Long, Cast),
 ]  # fmt: skip
 
 

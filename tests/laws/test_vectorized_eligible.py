@@ -35,8 +35,16 @@ class Scaled(nn.Module):
             lambda: model(make=lambda: nn.Sequential(nn.Linear(6, 6), Branching())),
             "torch cannot run them as one",
         ),
+        (
+            lambda: model(make=lambda: nn.Sequential(nn.Linear(6, 6), Masked())),
+            "computes with tensors that are no weights, such as the buffer '1.mask'",
+        ),
+        (
+            lambda: model(make=lambda: Scaled(torch.ones(6, dtype=torch.float64))),
+            "their forward computes with tensors that are no weights",
+        ),
     ],
-    ids=["dropout", "batch statistics", "branches"],
+    ids=["dropout", "batch statistics", "branches", "a buffer", "a tensor"],
 )
 def test_what_does_not_fit_runs_as_it_is(build, reason):
     torch.manual_seed(0)
@@ -51,6 +59,15 @@ def test_what_does_not_fit_runs_as_it_is(build, reason):
     found = trained("pb", build=build, some=doubles(9), vectorize="auto")
     assert reason in found[0].vectorized["stages 1 … 5"]
     same(found[1:], wanted[1:])
+
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("mask", torch.ones(6).double())
+
+    def forward(self, x):
+        return x * self.mask
 
 
 class Branching(nn.Module):

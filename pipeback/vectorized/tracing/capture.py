@@ -111,10 +111,20 @@ def capture(
             gives = tuple(n for n, y in enumerate(ys) if y.requires_grad)
             torch.autograd.backward([ys[n] for n in gives], [torch.ones_like(ys[n]) for n in gives])
     except Exception as error:  # the user's code or torch may raise any error
-        raise Unfit(f"torch cannot run them as one: {str(error).strip().partition(chr(10))[0]}") from error
+        raise _unfit(error, module) from error
     if found.keys() != {"forward", "backward"}:
         raise Unfit("there is nothing to train in them")
     return split(found["forward"], found["backward"], len(names), len(ys), gives)._replace(packs=traits.packs)
+
+
+def _unfit(error: Exception, module: nn.Module) -> Unfit:
+    """What torch says, or our words for tensors that the graphs would take as numbers."""
+    said = str(error).strip().partition("\n")[0]
+    if "FakeTensor" not in said:
+        return Unfit(f"torch cannot run them as one: {said}")
+    names = [name for name, _ in module.named_buffers()]
+    which = f", such as the buffer {names[0]!r}" if names else ""
+    return Unfit(f"their forward computes with tensors that are no weights{which}")
 
 
 def _likewise(tensor: Tensor) -> Tensor:

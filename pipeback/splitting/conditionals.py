@@ -1,0 +1,54 @@
+"""Conditionals: calls of torch.cond while operations are watched.
+
+torch.cond compiles its branches, which neither a trace nor a watch of every operation survives. What watches sees the
+branch that is taken, run as it is written: the same operations on the same values. A stage calls torch.cond itself.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pipeback.private import FakeTensor
+
+_cond = torch.cond
+_here = threading.local()  # the contexts of this thread
+_lock = threading.Lock()
+_contexts = 0  # of all threads
+
+
+@contextmanager
+def branches_taken(refused: Callable[[], ValueError | None] = lambda: None) -> Iterator[None]:
+    """A context within which torch.cond, called by this thread, runs one branch at once.
+
+    refused: the error to raise in place of that, if any. Where there are shapes only, the first branch is run, since
+    both return the same shapes.
+    """
+    global _contexts
+    around = _here.__dict__.setdefault("around", [])
+    with _lock:
+        _contexts += 1
+        torch.cond = _taken
+    around.append(refused)
+    try:
+        yield
+    finally:
+        around.pop()
+        with _lock:
+            _contexts -= 1
+            if not _contexts:
+                torch.cond = _cond
+
+
+def _taken(pred: Any, true_fn: Any, false_fn: Any, operands: tuple[Any, ...] | list[Any] = ()) -> Any:
+    around = _here.__dict__.get("around")
+    if not around or (isinstance(pred, Tensor) and pred.numel() != 1):
+        return _cond(pred, true_fn, false_fn, operands)  # or its own error
+    if (error := around[-1]()) is not None:
+        raise error
+    return (true_fn if isinstance(pred, FakeTensor) or pred else false_fn)(*operands)

@@ -1,0 +1,119 @@
+"""torch.cond: a forward that calls it is told to keep the module whole, and the cure trains as a loop does."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import pipeback
+from pipeback.splitting.conditionals import branches_taken
+from tests.splitting.plain_training import Model, equals_plain_training, inputs, pipeline
+
+
+class Gate(nn.Module):
+    """One of two layers, by a value that the layer before computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.yes, self.no = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, h):
+        return torch.cond(h.sum() > 0, lambda h: self.yes(h).tanh(), lambda h: self.no(h).sin(), (h,))
+
+
+class Gated(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.gate, self.b = nn.Linear(4, 4), Gate(), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.b(self.gate(self.a(x)))
+
+
+def between(self, h):
+    return torch.cond(h.sum() > 0, lambda h: self.yes(h), torch.cos, (h,))
+
+
+def own():
+    model = Model(between)
+    model.yes = nn.Linear(4, 4)
+    return model
+
+
+BATCHES = [x.add(shift) for x, shift in zip(inputs(6), [0.0, -2.0, 2.0, -3.0, 3.0, 0.0], strict=True)]
+
+
+def taken(model):
+    """How often each branch is taken."""
+    return {bool(model.a(x).sum() > 0) for x in BATCHES}
+
+
+def test_the_module_that_calls_it_is_named_and_can_be_kept_whole():
+    assert taken(Gated()) == {True, False}
+    with pytest.raises(
+        ValueError, match="Gate 'gate'.forward calls torch.cond, which cannot be traced; keep it whole"
+    ) as e:
+        pipeline(Gated(), BATCHES[0])
+    assert "stages=pipeback.Splitting(leaves=['gate'])" in str(e.value)
+    pipe = equals_plain_training(Gated(), BATCHES, stages=pipeback.Splitting("layer", leaves=["gate"]))
+    assert pipe.stages == 3
+
+
+def test_a_model_that_calls_it_itself_can_be_one_stage():
+    with pytest.raises(
+        ValueError, match=r"Model.forward calls torch.cond, .*stages=pipeback.Splitting\(leaves=\[''\]\)"
+    ):
+        pipeline(own(), BATCHES[0])
+    equals_plain_training(own(), BATCHES, stages=pipeback.Splitting(leaves=[""]))
+
+
+@pytest.mark.parametrize("method", ["pb", "cerebras"])
+def test_delayed_methods_train_a_module_that_calls_it(method):
+    momentum = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
+    model = Gated()
+    for made in (model, nn.Sequential(copy.deepcopy(model.a), copy.deepcopy(model.gate), copy.deepcopy(model.b))):
+        before = copy.deepcopy(made)
+        options = {} if isinstance(made, nn.Sequential) else {"stages": pipeback.Splitting("layer", leaves=["gate"])}
+        pipe = pipeback.Pipeline(
+            made, loss=nn.functional.mse_loss, optimizer=momentum, method=method, example=BATCHES[0], **options
+        )
+        losses = [pipe.push(x, torch.zeros(5, 4)) for x in BATCHES]
+        pipe.drain()
+        assert all(loss.isfinite() for loss in losses)
+        assert not any(map(torch.equal, made.parameters(), before.parameters()))
+
+
+def test_runtimes_agree():
+    found = []
+    for workers in (None, 2):
+        model = Gated()
+        splitting = pipeback.Splitting("layer", leaves=["gate"])
+        pipe = pipeline(model, BATCHES[0], method="pb", workers=workers, stages=splitting)
+        found.append([pipe.push(x, torch.zeros(5, 4)).item() for x in BATCHES])
+        pipe.drain()
+        pipe.close()
+        found[-1] += [p.detach().clone() for p in model.parameters()]
+    assert found[0][:6] == found[1][:6] and all(map(torch.equal, found[0][6:], found[1][6:]))
+
+
+def test_only_the_thread_that_asks_runs_a_branch_at_once():
+    original, seen = torch.cond, []
+
+    def other():
+        seen.append(torch.cond(torch.tensor(True), torch.sin, torch.cos, (torch.ones(2),)))
+
+    with branches_taken():
+        here = torch.cond(torch.tensor(False), torch.sin, torch.cos, (torch.ones(2),))
+        with branches_taken(lambda: KeyError("inner")), pytest.raises(KeyError):
+            torch.cond(torch.tensor(False), torch.sin, torch.cos, (torch.ones(2),))
+        assert torch.cond is not original
+        with pytest.raises(RuntimeError):
+            torch.cond(torch.tensor([True, False]), torch.sin, torch.cos, (torch.ones(2),))
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+    assert torch.cond is original
+    assert torch.equal(here, torch.ones(2).cos()) and torch.equal(seen[0], torch.ones(2).sin())
