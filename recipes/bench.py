@@ -5,7 +5,7 @@
     pipeback bench table networks=resnet20,narrow repeats=3 out=some.json
 
 table       everything side by side: plain loops, our runtimes, torch.distributed.pipelining (the docs show it)
-            options: networks= contenders= out=FILE read=FILE page=true; benches/table.py explains them
+            options: networks= contenders= fused=true out=FILE read=FILE page=true; benches/table.py explains them
 kernels     what that time is made of, on one device: products, update, other kernels, the rest (benches/kernels.py)
             options: networks= contenders=
 scaling     cost per micro-batch and stage, by number of stages, delay and method; memory, measured and predicted; the
@@ -53,7 +53,7 @@ SECTIONS = {
 } | {"lightning": "under_lightning"}  # fmt: skip
 NAMED = {"stability", "gpu"}  # sections that run only if they are named
 OPTIONS = {
-    "table": ("networks", "contenders", "out", "read", "page"),
+    "table": ("networks", "contenders", "out", "read", "page", "fused"),
     "kernels": ("networks", "contenders"),
     "gpu": ("networks",),
     "scaling": ("stages", "methods", "slack", "micro_batches"),

@@ -27,7 +27,7 @@ from rich import box
 from rich.markup import escape
 from rich.table import Table
 
-from pipeback import Splitting
+from pipeback import Splitting, StageError
 from pipeback.counts import counted
 from pipeback.recipes.foreign.case import Case
 from pipeback.recipes.foreign.others import package
@@ -36,6 +36,7 @@ from pipeback.recipes.foreign.others import package
 TYPED = re.compile(
     r"\bstages=(pipeback\.Splitting\((?:\d+, )?leaves=\[(?!\.)[^\]]*\]\)|\[[^\]]*\]|\"[^\"]*\"|'[^']*'|\d+)"
 )
+REFUSALS = ValueError, TypeError, StageError  # the last one where a later micro-batch is refused
 TRIES = 4  # how many cures are tried, one after the other
 
 # a model, method and options of Pipeline -> its stages, the rung of its split, and the largest difference
@@ -71,7 +72,7 @@ def line(name: str, build: Callable[[str], Case], train: Trained, passes: Passes
             stages, rung, difference = train(case, "sgd", {"stages": splitting})
         except Exception as error:
             said = f"{type(error).__name__}: {error}"
-            cured = cure(str(error), splitting) if isinstance(error, (ValueError, TypeError)) else splitting
+            cured = cure(str(error), splitting) if isinstance(error, REFUSALS) else splitting
             if "use_cache=False" in str(error) and not bare:
                 case, bare = case._replace(batch=partial(_bare, case.batch)), True
                 continue

@@ -93,6 +93,10 @@ class Results(NamedTuple):
 
 
 def save(found: Results, path: str | Path) -> None:
+    """Write all numbers as JSON, or, where the path ends in .md, the tables of the page."""
+    if Path(path).suffix == ".md":
+        Path(path).write_text(tables(found), "utf-8")
+        return
     cases = [case._asdict() | {"rows": [_plain(row) for row in case.rows]} for case in found.cases]
     Path(path).write_text(json.dumps(found._asdict() | {"cases": cases}, indent=1, ensure_ascii=False) + "\n", "utf-8")
 

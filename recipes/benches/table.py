@@ -2,6 +2,7 @@
 
     pipeback bench table repeats=5                        # all rows
     pipeback bench table networks=resnet20,narrow contenders=pb,threads out=some.json
+    pipeback bench table contenders=ranks,torch_1f1b fused=true out=some.md  # fused optimizers; a page
     pipeback bench table page=true                        # all rows, into the files that docs/results/speed.md shows
     pipeback bench table read=some.json                   # prints earlier results without measuring
 
@@ -10,7 +11,7 @@ waits. A turn is some micro-batches with the pipeline full, or whole flushes. Nu
 are of the same round.
 
 samples/s       of training: forward, backward, and an update after every `update` samples
-of plain        over the plain PyTorch loop's, momentum SGD by foreach, an update per micro-batch
+of plain        over the plain PyTorch loop's, momentum SGD by foreach (fused=true: fused), an update per micro-batch
 of ideal        over workers × those of `stages apart`: each forward by itself, each backward by itself, and one step,
                 one after the other in one thread. That is the arithmetic of a pipeline and nothing else. Rows
                 that merge the calls of several stages may exceed it: a plain loop's backward, stages that run as one
@@ -31,6 +32,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -107,18 +109,29 @@ ALWAYS = ("plain", "apart")  # the rows with which the others are compared
 NEVER = "every stage is another graph, and the compiler takes minutes; contenders=compiled does it"
 
 
-def main(repeats: int, networks: str = "", contenders: str = "", out: str = "", read: str = "", page: str = "") -> None:
-    if page not in ("", "true", "false"):
-        sys.exit(f"pipeback bench: page={page}: true or false")
-    if page == "true" and (networks or contenders):
-        sys.exit("pipeback bench: page=true is for the whole table; leave networks= and contenders= out")
-    if read and (networks or contenders or out):
-        sys.exit("pipeback bench: read= measures nothing; leave networks=, contenders= and out= out")
+def main(
+    repeats: int,
+    networks: str = "",
+    contenders: str = "",
+    out: str = "",
+    read: str = "",
+    page: str = "",
+    fused: str = "",
+) -> None:
+    for name, value in (("page", page), ("fused", fused)):
+        if value not in ("", "true", "false"):
+            sys.exit(f"pipeback bench: {name}={value}: true or false")
+    if page == "true" and (networks or contenders or fused == "true"):
+        sys.exit("pipeback bench: page=true is for the whole table; leave networks=, contenders= and fused= out")
+    if read and (networks or contenders or fused):
+        sys.exit("pipeback bench: read= measures nothing; leave networks=, contenders= and fused= out")
+    if out and not Path(out).resolve().parent.is_dir():
+        sys.exit(f"pipeback bench: out={out}: there is no folder {Path(out).parent}; make it first")
     some, names = chosen("networks", networks, NETWORKS), chosen("contenders", contenders, ENTRIES)
     if read:
         found = results.load(read)
     else:
-        found = measured(tasks(some), names, repeats, every=bool(contenders))
+        found = measured(tasks(some, fused == "true"), names, repeats, every=bool(contenders))
     print(results.text(found), flush=True)
     if out:
         results.save(found, out)

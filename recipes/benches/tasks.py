@@ -30,11 +30,12 @@ class Network(NamedTuple):
 
 
 class Task(NamedTuple):
-    """A network, and micro-batches of this many samples."""
+    """A network, and micro-batches of this many samples. fused: whether optimizers step in one pass through memory."""
 
     network: Network
     samples: int
     turn: int
+    fused: bool = False
 
     @property
     def loss(self) -> Callable[[Tensor, Tensor], Tensor]:
@@ -42,7 +43,7 @@ class Task(NamedTuple):
 
     @property
     def optimizer(self) -> Callable[[Any], torch.optim.SGD]:
-        return sgd
+        return partial(sgd, fused=self.fused)
 
     def model(self) -> nn.Sequential:
         torch.manual_seed(0)
@@ -72,5 +73,6 @@ NETWORKS = {
 }  # fmt: skip
 
 
-def tasks(networks: list[str]) -> list[Task]:
-    return [Task(NETWORKS[name], samples, turn) for name in networks for samples, turn in NETWORKS[name].turns.items()]
+def tasks(networks: list[str], fused: bool = False) -> list[Task]:
+    some = ((NETWORKS[name], *turn) for name in networks for turn in NETWORKS[name].turns.items())
+    return [Task(*each, fused) for each in some]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.private import pytree
-from pipeback.recipes.foreign import hugging_face
+from pipeback.recipes.foreign import hugging_face, scenes
 from pipeback.recipes.foreign.case import CLASSES, Case, pictures, steady
 
 TORCHVISION = (
@@ -31,13 +31,15 @@ TIMM_SIZED = (
     "deit_tiny_patch16_224 cait_xxs24_224 convit_tiny pit_ti_224 twins_pcpvt_small volo_d1_224"
 ).split()
 SIZE = 64  # of an image
-NAMES = (*TORCHVISION, *(f"timm/{name}" for name in [*TIMM, *TIMM_SIZED]), *hugging_face.MODELS)
+NAMES = (*TORCHVISION, *scenes.NAMES, *(f"timm/{name}" for name in [*TIMM, *TIMM_SIZED]), *hugging_face.MODELS)
 
 
 def case(name: str) -> Case:
     """Return the model of that name. Raises ImportError naming a missing package."""
     if name in hugging_face.MODELS:
         return hugging_face.case(name)
+    if name in scenes.NAMES:
+        return scenes.case(name)
     package, _, inside = name.rpartition("/")
     model = _timm(inside) if package else _torchvision(name)
     return Case(steady(model), pictures(size=SIZE), _classes)

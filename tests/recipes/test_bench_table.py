@@ -151,6 +151,18 @@ def test_what_is_declared_is_all_that_the_pipeline_counts():
     assert table.declared(contender.pipe) == 2 * weights + memory.activations + memory.beside
 
 
+def test_with_fused_optimizers_and_as_a_page(tmp_path, monkeypatch):
+    """The plain loop is fused, too."""
+    monkeypatch.setitem(NETWORKS, "tiny", TINY)
+    monkeypatch.setattr(table, "on_ranks", here)
+    seen = []
+    monkeypatch.setattr(table, "side_by_side", lambda rank, store, task, *_: seen.append(task.fused) or ({}, {}))
+    table.main(1, networks="tiny", contenders="pb", fused="true")
+    assert seen == [True] and Task(TINY, 2, 8, True).optimizer([torch.zeros(1)]).defaults["fused"]
+    results.save(FOUND, tmp_path / "page.md")
+    assert (tmp_path / "page.md").read_text("utf-8") == results.tables(FOUND)
+
+
 def test_the_files_of_the_page_are_written_anew(tmp_path, monkeypatch):
     monkeypatch.setattr(results, "FILE", tmp_path / "speed" / "table.json")
     monkeypatch.setattr(results, "TABLES", tmp_path / "speed" / "table.md")
@@ -170,7 +182,10 @@ def test_the_files_of_the_page_are_written_anew(tmp_path, monkeypatch):
         ({"contenders": "pb,nobody"}, "there is no 'nobody'; there are plain, fused, apart, pb, "),
         ({"page": "yes"}, "page=yes: true or false"),
         ({"page": "true", "networks": "narrow"}, "page=true is for the whole table"),
-        ({"read": "x.json", "out": "y.json"}, "read= measures nothing; leave networks=, contenders= and out= out"),
+        ({"fused": "1"}, "fused=1: true or false"),
+        ({"page": "true", "fused": "true"}, "page=true is for the whole table"),
+        ({"read": "x.json", "fused": "true"}, "read= measures nothing; leave networks=, contenders= and fused= out"),
+        ({"out": "nowhere/y.json"}, "there is no folder nowhere; make it first"),
         ({"read": "nowhere.json"}, "read=nowhere.json: No such file"),
         ({"read": results.__file__}, "is no file of `pipeback bench table out=`"),
     ],

@@ -9,6 +9,7 @@ pytest.importorskip("rich")
 pytest.importorskip("torchvision")
 pytest.importorskip("transformers")
 
+from pipeback import StageError
 from pipeback.recipes import census, foreign, zoo
 from tests.recipes.cli import pipeback
 
@@ -79,6 +80,7 @@ LEAVES = "stages=pipeback.Splitting(leaves="
     ([ValueError("push use_cache=False"), ValueError("push use_cache=False")], "failed"),
     ([ValueError("it cannot be"), 0.0], "failed"),
     ([RuntimeError('crashed; use stages="layer"'), 0.0], "failed"),
+    ([StageError(f"give {LEAVES}['a'])", "forward", 0, 1), 0.0], "cured"),
 ])  # fmt: skip
 def test_a_verdict_of_the_census_is_what_comes_of_what_is_said(script, verdict):
     train, seen = trained(script)
@@ -97,6 +99,12 @@ def test_the_census_of_three_models(tmp_path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "3 models: 3 ok, 0 refused with a cure, 0 failed; 100.0 % train exactly" in done.stdout
     assert "passes that cutting takes: " in done.stdout and "at the median of 3 transformers models" in done.stdout
+
+
+@pytest.mark.parametrize("name, verdict", [("lraspp_mobilenet_v3_large", "ok"), ("mvit_v2", "ok")])
+def test_scenes(name, verdict):
+    line = census.line(name, foreign.build, partial(zoo.trained, count=2, lr=1e-4), lambda case, options: 1.0)
+    assert (line.verdict, line.pb) == (verdict, "trains")
 
 
 @pytest.mark.soak
