@@ -13,8 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pipeback import private
 from pipeback.methods.base import OptimizerLike
-from pipeback.tensors.fused_steps import fused_sgd_step
+from pipeback.tensors.fused_steps import fused_sgd_step, laid_grads
 from pipeback.tensors.weight_list import (
     DECAYED,
     GRADIENTS,
@@ -114,6 +115,38 @@ def plain_sgd(group: dict[str, Any]) -> bool:
     """Whether `sgd_step` can make this group's step: it knows SGD without torch's further variants."""
     odd = ("nesterov", "dampening", "differentiable", "fused")
     return not any(group.get(name) for name in odd) and group["foreach"] is not False
+
+
+def fused_sgd(group: dict[str, Any]) -> bool:
+    """Whether `fused_step` can make this group's step: momentum SGD by torch's fused kernel, without its variants."""
+    odd = any(group.get(name) for name in ("nesterov", "dampening", "differentiable")) or isinstance(
+        group["lr"], Tensor
+    )
+    kinds = {(w.dtype, w.device) for w in group["params"]}  # the kernel takes lists of one
+    known = not odd and not isinstance(group["lr"], Tensor) and len(kinds) == 1
+    return known and bool(group.get("fused")) and bool(group["momentum"])
+
+
+def fused_step(optimizer: OptimizerLike) -> bool:
+    """Do one fused step of momentum SGD over all groups, with torch.optim.SGD's bits, and return whether it was done.
+
+    Nothing is done where a weight has no velocity yet, or a gradient that is missing or sparse: torch's own step knows
+    these. It also looks at every weight anew, which takes longer than the kernel where weights are small.
+    """
+    ready = []
+    for group in optimizer.param_groups:
+        weights, velocities = group["params"], velocity(optimizer, group["params"])
+        grads = laid_grads(weights)
+        if grads is None or any(v is None for v in velocities):
+            return False
+        ready.append((weights, grads, velocities, group))
+    kernel = private.fused_sgd()
+    for weights, grads, velocities, group in ready:
+        kernel(
+            weights, grads, velocities, weight_decay=group["weight_decay"], momentum=group["momentum"], lr=group["lr"],
+            dampening=0.0, nesterov=False, maximize=group["maximize"], is_first_step=False,
+        )  # fmt: skip
+    return True
 
 
 def sgd_step(optimizer: OptimizerLike, weights: Weights | None = None, horizons: Sequence[float] = ()) -> None:

@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
-from pipeback.methods.momentum import lay_velocities, plain_sgd, sgd_step
+from pipeback.methods.momentum import fused_sgd, fused_step, lay_velocities, plain_sgd, sgd_step
 from pipeback.private import hooked, step_hooks
 from pipeback.stages.optimizer_counters import OptimizerCounters, counted_by, stepped
 from pipeback.tensors.fused_steps import fitting, lay_state
@@ -162,6 +162,8 @@ class JointOptimizer:
         return self._twin.state
 
     def step(self) -> None:
+        if self._fused_sgd and not hooked(self._twin) and fused_step(self):
+            return
         if self._plain_sgd and not hooked(self._twin):
             sgd_step(self)
         elif self._own:
@@ -190,7 +192,9 @@ class JointOptimizer:
             self._chosen = list(options)
             self._twin.param_groups = self._groups(options)
             self._fused = any(group.get("fused") for group in self._twin.param_groups)
-            self._plain_sgd = type(self._twin) is torch.optim.SGD and all(
+            momentum_sgd = type(self._twin) is torch.optim.SGD
+            self._fused_sgd = momentum_sgd and all(map(fused_sgd, self._twin.param_groups))
+            self._plain_sgd = momentum_sgd and all(
                 plain_sgd(group) and not _half(group["params"]) for group in self._twin.param_groups
             )
             for group in self._twin.param_groups if self._plain_sgd and not self._own else ():

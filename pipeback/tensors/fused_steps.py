@@ -10,11 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from operator import is_
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
+
+from pipeback.tensors.weight_list import GRADIENTS, WeightList
 
 Group = dict[str, Any]
 
@@ -61,6 +64,17 @@ def _parts(state: Any, group: Group) -> list[list[Tensor]]:
     begun = [state.get(w, {}).get("momentum_buffer") is not None for w in weights]
     halves = ([w for w, known in zip(weights, begun, strict=True) if known == old] for old in (True, False))
     return [half for half in halves if half]
+
+
+def laid_grads(weights: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """Return the gradients of weights, with their strides; None if one is missing or sparse."""
+    grads: list[Any] = [w.grad for w in weights]
+    beside = weights.room(GRADIENTS) if isinstance(weights, WeightList) and weights.strip is not None else ()
+    if len(beside) == len(grads) and all(map(is_, grads, beside)):
+        return beside  # laid as the weights are
+    if any(g is None or g.layout is not torch.strided for g in grads):
+        return None
+    return [_laid(g, w) for g, w in zip(grads, weights, strict=True)]
 
 
 def lay_state(state: Any, groups: Sequence[Group]) -> None:

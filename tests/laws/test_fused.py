@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback.methods.momentum import fused_sgd, fused_step
 from tests.laws.cases import CASES, FEW, STEADY, allowed, data, everything, network, weights
 from tests.laws.test_no_delay import FREE, GROUPS
 
@@ -154,3 +155,38 @@ def test_a_state_that_lies_otherwise_is_laid_as_the_weights(name):
             other.push(x, x.tanh())
         found.append(everything(other))
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_step_by_the_kernel_alone_has_the_bits_of_torchs_own(dtype):
+    """Odd sizes: kernels go by vectors and have a rest. The first step, and weights without a gradient, are torch's."""
+    generator = torch.Generator().manual_seed(0)
+    draw = lambda: [torch.randn(n, generator=generator, dtype=dtype) for n in (1, 7, 33, 1000)]  # noqa: E731
+    values = draw()
+    mine, theirs = ([v.clone().requires_grad_() for v in values] for _ in range(2))
+    build = partial(torch.optim.SGD, lr=0.02, momentum=0.9, weight_decay=1e-3, maximize=True, fused=True)
+    found, wanted = build(mine), build(theirs)
+    assert fused_sgd(found.param_groups[0])
+    for n in range(4):
+        for w, other, g in zip(mine, theirs, draw(), strict=True):
+            w.grad, other.grad = g, g.clone()
+        with torch.no_grad():
+            assert fused_step(found) == (n > 0)
+        if not n:
+            found.step()
+        wanted.step()
+        assert all(map(torch.equal, mine, theirs))
+        for w, other in zip(mine, theirs, strict=True):
+            assert torch.equal(found.state[w]["momentum_buffer"], wanted.state[other]["momentum_buffer"])
+    mine[1].grad = None
+    assert not fused_step(found)
+    mine[1].grad = torch.zeros(7, dtype=dtype).to_sparse()
+    assert not fused_step(found)
+
+
+@pytest.mark.parametrize("change", [{"nesterov": True}, {"dampening": 0.1}, {"momentum": 0.0}, {"fused": False}])
+def test_what_the_kernel_alone_does_not_know(change):
+    group = torch.optim.SGD([torch.zeros(2)], lr=0.1, momentum=0.9, fused=True).param_groups[0]
+    assert fused_sgd(group) and not fused_sgd({**group, **change})
+    assert not fused_sgd({**group, "params": [torch.zeros(2), torch.zeros(2, dtype=torch.float64)]})
+    assert not fused_sgd({**group, "lr": torch.tensor(0.1)})
