@@ -10,7 +10,7 @@ forward may ask whether autograd records (`torch.is_grad_enabled()`).
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from operator import attrgetter
 from typing import Any, NamedTuple
@@ -57,8 +57,9 @@ def saved_way(form: Mapping[str, Any], training: bool) -> CallWay:
 class AttributeReads:
     """Gives a number to each combination of values on which a forward decides: equal numbers mean equal values."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._weights = list(model.parameters())
+    def __init__(self, weights: Iterable[Tensor]) -> None:
+        """weights: those of the model."""
+        self._weights = list(weights)
         self._values: dict[Name, Callable[[], Any]] = {}
         self._objects: list[Any] = []  # those that were looked into
         self._states: list[list[Any]] = []

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
+from pipeback.splitting.module_walk import held, walked
 from pipeback.tensors.copies import replica
 from pipeback.tensors.structures import opened
 
@@ -30,7 +31,7 @@ def check_equal(
 
     x: the input of the first stage. unchanged: a context that restores buffers and the random state.
     """
-    weights = {id(p) for p in model.parameters()}
+    weights = {id(p) for _, p in held(walked(model), "_parameters")}
     with unchanged(), torch.enable_grad():  # which kernels run depends on which tensors need a gradient
         output = opened(forward())[0]
         expected = [part.detach() for part in output]

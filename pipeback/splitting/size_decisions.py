@@ -15,6 +15,7 @@ from pipeback.splitting.branches import Branch
 from pipeback.splitting.call_origins import decided
 from pipeback.splitting.call_trace import Call, CallTrace
 from pipeback.splitting.data_sizes import sizes
+from pipeback.splitting.module_walk import walked
 from pipeback.tensors.structures import parts
 
 
@@ -53,7 +54,7 @@ def _varies(call: Call) -> bool:
 
 def _layers(module: nn.Module) -> int:
     """How many modules with weights of their own are in a module."""
-    return sum(any(True for _ in m.parameters(recurse=False)) for m in module.modules())
+    return sum(any(p is not None for p in m._parameters.values()) for m in walked(module).values())
 
 
 def _holds(path: str, others: Collection[str]) -> bool:

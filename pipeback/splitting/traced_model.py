@@ -81,7 +81,8 @@ class TracedModel:
             )
         self.kind: Cuts = ("block" if self.blocks else "layer") if self.cuts == "auto" else self.cuts
         self._walked = walked(model)  # its modules, as they were when it was traced last
-        self.held, self._cures = AttributeReads(model), dict[str, str]()
+        self.held = AttributeReads(p for _, p in held(self._walked, "_parameters"))
+        self._cures: dict[str, str] = {}
         self._variants = Variants(type(model).__name__)
         self.units: list[Unit] = []
         arguments, complete = self.arguments(example), self.complete

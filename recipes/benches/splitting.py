@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,8 @@ from pipeback.recipes.foreign import build
 from pipeback.recipes.markdown import table
 
 STAGES, COUNT = 12, 6  # micro-batches per turn
+# at any other rate than 0, thousands of updates of one micro-batch diverge
+STILL = partial(torch.optim.SGD, lr=0.0, momentum=0.999, weight_decay=1e-4, foreach=True)
 SIZES = {"width 448, 128 samples": (448, 128), "width 8, one sample": (8, 1)}  # ms per stage; next to none
 
 
@@ -100,7 +103,7 @@ def handed(width: int, samples: int, repeats: int) -> list[str]:
     x, y = torch.randn(2, samples, width)
     mask = kept(width, samples)
     plain = nn.Sequential(nn.Linear(width, width), *[Masked(width, samples) for _ in range(STAGES - 2)])
-    common: dict[str, Any] = dict(loss=mse_loss, optimizer=sgd, method="pb")
+    common: dict[str, Any] = dict(loss=mse_loss, optimizer=STILL, method="pb")
     pipes = {
         "plain": (pipeback.Pipeline(plain.append(Head(width, width)), **common), x),
         "handed": (

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 from pipeback import methods
 from pipeback.private import version
-from pipeback.recipes import bench
+from pipeback.recipes import bench, foreign
 from pipeback.recipes.benches import (
     against,
     auto,
@@ -27,6 +27,7 @@ from pipeback.recipes.benches import (
     pushes,
     research,
     scaling,
+    splitting,
     streamed_as_one,
     turns,
     under_lightning,
@@ -200,6 +201,22 @@ def test_short_pushes_over_a_long_one(capsys):
         [f"`{method}`, {end}", "3 × 2"] for end in ("as one", "event loop") for method in ("pb", "cerebras")
     ]
     assert all(float(row[2].split()[0]) > 0 for row in rows)
+
+
+def test_cutting_and_handing_on(capsys, monkeypatch):
+    """However often one micro-batch is pushed, the weights stay."""
+    weight = torch.ones(3, requires_grad=True)
+    optimizer, weight.grad = splitting.STILL([weight]), torch.ones(3)
+    optimizer.step()
+    assert torch.equal(weight, torch.ones(3)) and optimizer.state[weight]["momentum_buffer"].all()
+    small = foreign.build("lstm")._replace(cuts=("layer",))
+    monkeypatch.setattr(splitting, "build", lambda name: small)
+    monkeypatch.setattr(splitting, "SIZES", {"tiny": (8, 1)})
+    monkeypatch.setattr(splitting, "COUNT", 1)
+    splitting.main(1)
+    told = cells(capsys.readouterr().out)
+    assert told[0][0] == "resnet50" and told[2][:2] == ["one stage per layer", "4"]
+    assert told[-1][0] == "tiny" and float(told[-1][1]) > 0
 
 
 def test_research_by_method_over_the_plain_loop(capsys, monkeypatch):
