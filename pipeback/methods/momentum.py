@@ -119,9 +119,7 @@ def plain_sgd(group: dict[str, Any]) -> bool:
 
 def fused_sgd(group: dict[str, Any]) -> bool:
     """Whether `fused_step` can make this group's step: momentum SGD by torch's fused kernel, without its variants."""
-    odd = any(group.get(name) for name in ("nesterov", "dampening", "differentiable")) or isinstance(
-        group["lr"], Tensor
-    )
+    odd = any(group.get(name) for name in ("nesterov", "dampening", "differentiable"))
     kinds = {(w.dtype, w.device) for w in group["params"]}  # the kernel takes lists of one
     known = not odd and not isinstance(group["lr"], Tensor) and len(kinds) == 1
     return known and bool(group.get("fused")) and bool(group["momentum"])

@@ -42,8 +42,11 @@ class ModuleInputs:
         A module of torch, a dropout, decides by numbers that it holds, and keeps to that while they stay. decides:
         called with the name of each such number.
         """
+        found = parts(output)
+        if not any(id(part) in self.versions for part in found):
+            return output  # the rule: it gives nothing that it was given
         grows = torch.is_grad_enabled() and any(p.requires_grad for p in module.parameters())
-        grows = grows and not any(isinstance(part, Tensor) and part.requires_grad for part in parts(output))
+        grows = grows and not any(isinstance(part, Tensor) and part.requires_grad for part in found)
         return self._apart(module, output, grows, decides)
 
     def _apart(self, module: nn.Module, output: Any, grows: bool, decides: Callable[[str], None]) -> Any:
