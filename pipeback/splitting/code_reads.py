@@ -6,7 +6,7 @@ functions beside them in the same package.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from functools import cache
 from types import CodeType, FunctionType
 from typing import Any, NamedTuple
@@ -26,7 +26,8 @@ def code_reads(kind: Hashable) -> CodeReads:
     """Return what the forward of a class of modules reads."""
     assert isinstance(kind, type)
     names, variables = set[str](), dict[tuple[str, str], None]()
-    seen, todo = set[Any](), [(f, 0) for f in _own(kind, "forward")]
+    spaces = [vars(each) for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("torch", "builtins")]
+    seen, todo = set[Any](), [(f, 0) for f in _own(spaces, "forward")]
     while todo:
         function, depth = todo.pop()
         if function.__code__ in seen:
@@ -39,19 +40,18 @@ def code_reads(kind: Hashable) -> CodeReads:
                 variables[str(function.__globals__.get("__name__")), name] = None
             if depth < DEEP:
                 beside = [found] if isinstance(found, FunctionType) and _near(found, kind) else []
-                todo += [(f, depth + 1) for f in (*_own(kind, name), *beside)]
+                todo += [(f, depth + 1) for f in (*_own(spaces, name), *beside)]
     return CodeReads(frozenset(names), tuple(sorted(variables)))
 
 
-def _own(kind: type, name: str) -> Iterator[FunctionType]:
-    """Yield the functions of that name of a class and of its bases, but those of torch."""
-    for each in kind.__mro__:
-        if each.__module__.partition(".")[0] in ("torch", "builtins"):
-            continue
-        found = vars(each).get(name)
-        found = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
-        if isinstance(found, FunctionType):
-            yield found
+def _own(spaces: Iterable[Mapping[str, Any]], name: str) -> Iterator[FunctionType]:
+    """Yield the functions of that name of a class and of its bases. spaces: their attributes."""
+    for space in spaces:
+        if name in space:
+            found = space[name]
+            found = getattr(found, "fget", None) or getattr(found, "__func__", None) or found
+            if isinstance(found, FunctionType):
+                yield found
 
 
 def _near(function: FunctionType, kind: type) -> bool:

@@ -40,11 +40,12 @@ class Inside:
 
     def note(self, output: Any, path: str) -> None:
         """Note the output of a torch function that was called within the module of that path."""
-        if type(output) in NO_TENSORS:
-            return
-        for x in (output,) if isinstance(output, Tensor) else parts(output):
-            if isinstance(x, Tensor):
-                self._made[id(x)] = weakref.ref(x), path
+        if type(output) is Tensor:  # the rule
+            self._made[id(output)] = weakref.ref(output), path
+        elif type(output) not in NO_TENSORS:
+            for x in parts(output):
+                if isinstance(x, Tensor):
+                    self._made[id(x)] = weakref.ref(x), path
 
     def where(self, tensor: Tensor) -> str | None:
         """Return the path of the module that made a tensor; None if no noted module did."""

@@ -7,7 +7,7 @@ forward does, is found before it trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import BackwardCFunction
 
-from pipeback.splitting.module_walk import held, walked
+from pipeback.splitting.module_walk import held
 from pipeback.tensors.copies import replica
 from pipeback.tensors.structures import opened
 
 
 def check_equal(
-    model: nn.Module,
+    modules: Mapping[str, nn.Module],
     forward: Callable[[], Any],
     stages: Sequence[nn.Module],
     x: Any,
@@ -29,9 +29,11 @@ def check_equal(
 ) -> None:
     """Raise ValueError unless the stages give what the forward does: bit for bit on the CPU.
 
-    x: the input of the first stage. unchanged: a context that restores buffers and the random state.
+    modules: all of the model, by their paths. x: the input of the first stage. unchanged: a context that restores
+    buffers and the random state.
     """
-    weights = {id(p) for _, p in held(walked(model), "_parameters")}
+    model = type(modules[""]).__name__
+    weights = {id(p) for _, p in held(modules, "_parameters")}
     with unchanged(), torch.enable_grad():  # which kernels run depends on which tensors need a gradient
         output = opened(forward())[0]
         expected = [part.detach() for part in output]
@@ -42,16 +44,16 @@ def check_equal(
     for a, b in zip(found, expected, strict=True):
         if not _equal(a, b):
             raise ValueError(
-                f"the stages of {type(model).__name__} do not give what its forward does: something in it changes from "
+                f"the stages of {model} do not give what its forward does: something in it changes from "
                 "call to call, or in place under another name; give the path of the module that does so in "
                 "stages=pipeback.Splitting(leaves=[...]), or "
                 "keep the whole model one stage: stages=pipeback.Splitting(leaves=[''])"
             )
     for (mine, hides), other in zip(reached, reached_by_stages, strict=True):
         if apart := mine - other or (set() if hides else other - mine):
-            name = next(name for name, p in model.named_parameters() if id(p) in apart)
+            name = next(name for name, p in held(modules, "_parameters") if id(p) in apart)
             raise ValueError(
-                f"the stages of {type(model).__name__} would {'not ' if mine - other else ''}give {name!r} a gradient, "
+                f"the stages of {model} would {'not ' if mine - other else ''}give {name!r} a gradient, "
                 "unlike its forward; give the path of the module that computes with it in "
                 "stages=pipeback.Splitting(leaves=[...]), or "
                 "keep the whole model one stage: stages=pipeback.Splitting(leaves=[''])"
@@ -89,21 +91,20 @@ def _reached(output: Tensor, wanted: set[int]) -> tuple[set[int], bool]:
 
     A function of torch.autograd.Function may differentiate what is no input of it, as reentrant checkpoints do.
     """
-    found, hides = {id(output)} & wanted, False
+    found, kinds = {id(output)} & wanted, set[type]()
     left = [output.grad_fn]
     seen = {output.grad_fn, None}
     while left:
         node = left.pop()
         following = () if node is None else node.next_functions
         if following:
-            hides = hides or isinstance(node, BackwardCFunction)
-            for each, _ in following:
-                if each not in seen:
-                    seen.add(each)
-                    left.append(each)
+            kinds.add(type(node))
+            new = {each for each, _ in following} - seen
+            seen |= new
+            left += new
         elif (leaf := id(getattr(node, "variable", None))) in wanted:
             found.add(leaf)
-    return found, hides
+    return found, any(issubclass(kind, BackwardCFunction) for kind in kinds)
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:

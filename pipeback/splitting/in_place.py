@@ -81,7 +81,7 @@ class Kept:
 
         changing: whether it changes its first argument. sets: whether it gives that other memory. number: of the call.
         """
-        if not changing and not (kwargs and changes("", kwargs)):
+        if not changing and not changes("", kwargs):
             return
         if self._by_memory is None:
             self._by_memory = {}

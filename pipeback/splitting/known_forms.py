@@ -10,11 +10,10 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeback.splitting.branches import MOST, Branch
 from pipeback.splitting.call_arguments import Arguments
-from pipeback.splitting.module_walk import KINDS, held
 from pipeback.splitting.refusals import shortened
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import replica
@@ -78,19 +77,10 @@ class Known(NamedTuple):
         )
 
 
-def with_own_tensors(arguments: Arguments, modules: Mapping[str, nn.Module]) -> Arguments:
-    """Return the arguments with tensors of their own, since a model may change them: where all its weights are.
-
-    modules: all of the model, by their paths.
-    """
-    (tensors, form), device = opened(tuple(arguments)), device_of(modules)
+def with_own_tensors(arguments: Arguments, device: torch.device | None) -> Arguments:
+    """Return the arguments with tensors of their own on this device, since a model may change them."""
+    tensors, form = opened(tuple(arguments))
     return Arguments(*form.fill([replica(tensor, device) for tensor in tensors]))
-
-
-def device_of(modules: Mapping[str, nn.Module]) -> torch.device | None:
-    """Return the device of all weights and buffers in modules; None if they are on several, or on none."""
-    found = {t.device for kind in KINDS for _, t in held(modules, kind)} - {torch.device("meta")}
-    return found.pop() if len(found) == 1 else None
 
 
 def tensors_of(value: Any) -> tuple[Tensor, ...]:

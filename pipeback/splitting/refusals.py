@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipeback.splitting.module_walk import walked
+
 LONGEST = 60  # characters of a value in a message
 
 
@@ -109,7 +111,7 @@ def reads_changing(model: nn.Module, where: str, what: str) -> ValueError:
 def kept_whole(model: nn.Module, path: str) -> str:
     """Return the option that keeps a module, and all of its class (which decide alike), as one call each."""
     kind = type(model.get_submodule(path))
-    paths = [name for name, module in model.named_modules() if type(module) is kind]
+    paths = [name for name, module in walked(model).items() if type(module) is kind]
     return f"stages=pipeback.Splitting(leaves={paths!r})" + (" (the whole model is one stage then)" if not path else "")
 
 

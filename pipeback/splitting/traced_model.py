@@ -32,7 +32,7 @@ from pipeback.splitting.escaped_tensors import looked_into
 from pipeback.splitting.forward_check import check_equal
 from pipeback.splitting.input_forms import Key, key_of
 from pipeback.splitting.key_value_caches import caching, without_caches
-from pipeback.splitting.known_forms import Known, device_of, example_of, tensors_of, with_own_tensors
+from pipeback.splitting.known_forms import Known, example_of, tensors_of, with_own_tensors
 from pipeback.splitting.module_hooks import check_hooks, kept_for_hooks, traced_into
 from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.module_walk import KINDS, held, unsaved_buffers, walked
@@ -278,10 +278,10 @@ class TracedModel:
         if real:
             with self._unchanged(anew=True):
                 return trace_forward(
-                    self.model, *with_own_tensors(arguments, self._walked), self._leaves, work=work, left=left,
+                    self.model, *with_own_tensors(arguments, self._walked.device), self._leaves, work=work, left=left,
                     outside=OutsideDraws(self._restores.generators, fine), within=self._walked, deep=self.deep,
                 )[0]  # fmt: skip
-        (tensors, form), device = opened(tuple(arguments)), device_of(self._walked)
+        (tensors, form), device = opened(tuple(arguments)), walked(self.model).device
         with eagerly(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
             values = {name: shaped(t) for name, t in own.items()}
@@ -294,12 +294,12 @@ class TracedModel:
             )[0]  # fmt: skip
 
     def _prove(self, arguments: Arguments, x: Any) -> None:
-        args, kwargs = with_own_tensors(arguments, self._walked)
-        x = to_device(device_of(self._walked), x)
+        args, kwargs = with_own_tensors(arguments, self._walked.device)
+        x = to_device(self._walked.device, x)
         unchanged = partial(self._unchanged, anew=False)  # it has been restored since it was traced
         if self.rewritten:
             self._restores = untouched(self.model, self.rewritten, self._walked)
-        check_equal(self.model, lambda: without_caches(self.model(*args, **kwargs)), self.segments, x, unchanged)
+        check_equal(self._walked, lambda: without_caches(self.model(*args, **kwargs)), self.segments, x, unchanged)
 
     @contextmanager
     def _unchanged(self, anew: bool) -> Iterator[None]:
@@ -307,8 +307,7 @@ class TracedModel:
         if anew:
             self._walked = walked(self.model)
             self._restores = untouched(self.model, self.rewritten, self._walked)
-        devices = {t.device for kind in KINDS for _, t in held(self._walked, kind)}
-        with eagerly(), self._restores, accelerators.forked(devices):
+        with eagerly(), self._restores, accelerators.forked(self._walked.devices):
             yield
 
     # -- stages --------------------------------------------------------------------------------------------------

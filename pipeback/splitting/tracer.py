@@ -255,10 +255,11 @@ class _Recorder(TorchFunctionMode):
         name, target = known.name, known.target
         if known.makes:
             self.loose.look(name, args, kwargs)
-        if self.kept is not None and (known.changes or kwargs):
+        if (known.changes or "out" in kwargs or "inplace" in kwargs) and self.kept is not None:
             self.kept.look(known.changes, name == "__set__", args, kwargs, len(self.calls))
         if self.inside:
-            self.handed.look(args, kwargs)
+            if self.handed.passed:
+                self.handed.look(args, kwargs)
             output = func(*args, **kwargs)
             self.made.note(output, self.leaf_path)
             return output

@@ -8,6 +8,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from pipeback.splitting.forward_check import check_equal
+from pipeback.splitting.module_walk import walked
 
 X = torch.ones(2, 4)
 
@@ -35,7 +36,7 @@ class Stage(nn.Module):
 
 
 def check(model, *stages):
-    check_equal(model, lambda: model(X), [Stage(stage) for stage in stages], X, nullcontext)
+    check_equal(walked(model), lambda: model(X), [Stage(stage) for stage in stages], X, nullcontext)
 
 
 def cut(model, first=lambda h: h, second=lambda h: h):
@@ -92,5 +93,5 @@ def test_a_function_of_its_own_may_hide_weights():
     model = Model()
     model.forward = lambda x: checkpoint(lambda x: Model.forward(model, x), x.requires_grad_(), use_reentrant=True)
     check_equal(
-        model, lambda: model(X.clone()), [Stage(lambda x: Model.forward(model, x))], X, nullcontext
+        walked(model), lambda: model(X.clone()), [Stage(lambda x: Model.forward(model, x))], X, nullcontext
     )  # the stages have no checkpoint
