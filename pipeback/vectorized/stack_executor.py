@@ -70,11 +70,23 @@ class StackExecutor:
     def _leaps(self) -> Steady | None:
         """Return what does whole ticks; None if none can be done now."""
         worker = self.worker
-        if worker.samples or worker.clip_norm or worker.clip_value or self._mixed:
+        if worker.samples or self._mixed or (self._clips and self._clips_alone):
             return None
         if self._steady is None:
             self._steady = Steady(worker, self.judged, self.stacks)
         return self._steady
+
+    @property
+    def _clips(self) -> bool:
+        return bool(self.worker.clip_norm or self.worker.clip_value)
+
+    @property
+    def _clips_alone(self) -> bool:
+        """Whether a stage's gradients are clipped in an update of its own: no compiled tick does it, and no tick knows
+        the norm of weights that other ranks have a part of.
+        """
+        homes = [stage.home for stack in self.stacks for stage in stack.stages]
+        return self.stacks[0].maker.fuse is not None or any(home.share or home.shards for home in homes)
 
     def begin_turn(self, order: Order) -> bool:
         """Do all forwards of the newest micro-batch, whose loss is computed outside; return whether that was possible.
@@ -192,7 +204,7 @@ class StackExecutor:
         """Do U of each whole stack if only the optimizer moves the weights; return the operations that are left."""
         worker = self.worker
         watched = worker.watch is not None and worker.watch.busy
-        plain = not (worker.update_hook or worker.stash or watched or worker.clip_norm or worker.clip_value)
+        plain = not (worker.update_hook or worker.stash or watched or self._clips)
         plain = plain and worker.residence.joins  # else the store steps them
         there = {s for s, _ in ops}
         done: set[int] = set()

@@ -18,6 +18,15 @@ def model(dtype=torch.float64, make=block):
     return nn.Sequential(nn.Linear(6, 6), *[make() for _ in range(S - 2)], nn.Linear(6, 6, bias=False)).to(dtype)
 
 
+def unlike():
+    """Two stacks, stages of their own between them, and one that passes two tensors."""
+    torch.manual_seed(0)
+    odd = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0))
+    return nn.Sequential(
+        block(), nn.Linear(6, 6), block(), odd, block(), nn.Linear(6, 6), block(), nn.Linear(6, 6)
+    ).double()  # fmt: skip
+
+
 def doubles(count=50, **options):
     return data(count, dtype=torch.float64, **options)
 

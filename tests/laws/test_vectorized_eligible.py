@@ -169,7 +169,7 @@ def test_auto_asks_for_more_where_ticks_cost_more(case, gain, as_one, monkeypatc
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        ({"clip_norm": 1.0}, "which pays from 2 on"),
+        ({"clip_norm": 1.0}, "as one, "),
         ({"optimizer": partial(torch.optim.RMSprop, lr=0.01)}, "which pays from 2 on"),
         ({"optimizer": partial(torch.optim.RMSprop, lr=0.01), "method": "pipedream"}, "which pays from 5 on"),
         # a micro-batch for itself needs no weight in the mean

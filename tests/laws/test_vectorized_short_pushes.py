@@ -2,24 +2,14 @@
 
 import pytest
 import torch
-from torch import nn
 
 from tests.helpers.choice import mostly_rare
-from tests.laws.as_one import LEAP, S, block, doubles, pipelines, same
+from tests.laws.as_one import LEAP, S, doubles, pipelines, same, unlike
 from tests.laws.cases import everything, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 SIZES = (9, 1, 5, 23, 2, 15, 1, 1, 30)
 EVERY = sorted(LEAP)
-
-
-def unlike():
-    """Two stacks, stages of their own between them, and one that passes two tensors."""
-    torch.manual_seed(0)
-    odd = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.0))
-    return nn.Sequential(
-        block(), nn.Linear(6, 6), block(), odd, block(), nn.Linear(6, 6), block(), nn.Linear(6, 6)
-    ).double()  # fmt: skip
 
 
 def read(pipe, sizes=SIZES, reads=lambda n: True, before=lambda n: None):
@@ -133,14 +123,3 @@ def test_hooks_between_pushes_are_heard(leapt):
     pipe._engine.stages[-1].module.register_forward_hook(lambda *_: heard.append("head"))
     float(pipe.push(xs, ys))
     assert heard.count("head") == 30
-
-
-def test_clipping_between_pushes(leapt):
-    """A step that clips needs the gradients of all stages, which whole ticks do not keep."""
-    _, pipe = pipelines("pb")
-    xs, ys = map(torch.cat, zip(*doubles(30), strict=True))
-    for norm, leaps in ((None, True), (1.0, False), (None, True)):
-        before = sum(leapt)
-        pipe.clip(norm=norm)
-        float(pipe.push(xs, ys))
-        assert (sum(leapt) > before) == leaps

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from pipeback.errors import StageError
 from pipeback.vectorized.steps.joint_step import JointStep
+from pipeback.vectorized.steps.row_clipping import RowClipping
 from pipeback.vectorized.steps.row_tensors import AnyStep, RowTensors
 from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.summed_step import SummedStep
@@ -35,9 +36,9 @@ class WaitingRoom(NamedTuple):
 class EagerTick:
     """The rows of `tensors`, with graphs for so many rows, called directly.
 
-    accumulate: the backward with momentum. name: returns what errors call the rows and their micro-batches at a tick.
-    together: whether the weights are better stepped in one pass, together with those of other stacks. views: the output
-    of the graph `made`, if it consists of views of the weights.
+    accumulate: the backward with momentum. clipping: of the gradients. name: returns what errors call the rows and
+    their micro-batches at a tick. together: whether the weights are better stepped in one pass, together with those of
+    other stacks. views: the output of the graph `made`, if it consists of views of the weights.
     """
 
     def __init__(
@@ -45,14 +46,14 @@ class EagerTick:
         tensors: RowTensors,
         graphs: Graphs,
         accumulate: Graph,
+        clipping: RowClipping,
         name: Callable[[int], str],
         *,
         together: bool,
         views: Sequence[Tensor] | None,
     ) -> None:
         self.tensors, self.graphs, self.together, self.views = tensors, graphs, together, views
-        self.name = name
-        self._accumulate = accumulate
+        self.name, self._accumulate, self._clipping = name, accumulate, clipping
 
     def run(
         self,
@@ -112,7 +113,7 @@ class EagerTick:
         before: Sequence[Tensor] = (),
     ) -> None:
         """Do B and U, or leave U to the joint step. fore: what `fore` gave. saved: by F for this B."""
-        tensors, (_, backward, made, *_) = self.tensors, self.graphs
+        tensors, (_, backward, made, *_), clips = self.tensors, self.graphs, self._clipping.on
         then = None if room.used is None else room.used(b)
         if then is not None:
             views = made(*then)
@@ -120,25 +121,36 @@ class EagerTick:
             views = made(*tensors.shifted(step.back, drift or None))
         else:
             views = self.views
-        if self.together and isinstance(step, Step) and not step.drift and joint.fits(tensors, step):
-            found = backward(*saved, *views, *gs())
-            give("B", list(found[len(tensors.weights) :]))
-            joint.add(tensors, step, [found[n] for n in tensors.trained])
-        elif isinstance(step, Step) and self._undoes(step, room, drift) and self.together and tensors.decays(step):
-            found = backward(*saved, *views, *gs())
-            give("B", list(found[len(tensors.weights) :]))
-            grads, ahead = ([some[n] for n in tensors.trained] for some in (found, fore))
-            tensors.undo(step, ahead, grads)
-        elif isinstance(step, Step) and step.momentum and (not step.late or self._undoes(step, room, drift)):
+        together = self.together or clips  # all gradients are there before a weight moves
+        if together and isinstance(step, Step) and not step.drift and joint.fits(tensors, step):
+            joint.add(tensors, step, self._gradients(backward(*saved, *views, *gs()), give))
+        elif isinstance(step, Step) and self._undoes(step, room, drift) and together and tensors.decays(step):
+            grads = self._gradients(backward(*saved, *views, *gs()), give)
+            tensors.undo(step, [fore[n] for n in tensors.trained], grads)
+        elif (
+            isinstance(step, Step)
+            and not clips
+            and step.momentum
+            and (not step.late or self._undoes(step, room, drift))
+        ):
             factor = tensors.number(step.momentum)
             gxs = self._accumulate(*saved, *views, *gs(), step.momentum, factor, *tensors.velocities())
             give("B", list(gxs))
             tensors.follow(step, fore=[fore[n] for n in tensors.trained] if step.late else ())
         else:
-            found = backward(*saved, *views, *gs())
-            give("B", list(found[len(tensors.weights) :]))
-            tensors.move(step, [found[n] for n in tensors.trained], used=then and [then[n] for n in tensors.trained])
+            grads = self._gradients(backward(*saved, *views, *gs()), give, sums=isinstance(step, SummedStep))
+            tensors.move(step, grads, used=then and [then[n] for n in tensors.trained])
         drifted(drift, before, tensors.stepped, step.drift)
+
+    def _gradients(
+        self, found: Sequence[Tensor], give: Callable[[Literal["F", "B"], list[Any]], None], *, sums: bool = False
+    ) -> Sequence[Tensor]:
+        """Give what B has found for the stages before; return what it has for weights. sums: these are not clipped, but
+        their sum.
+        """
+        give("B", list(found[len(self.tensors.weights) :]))
+        grads = [found[n] for n in self.tensors.trained]
+        return grads if sums else self._clipping.clip(self.tensors, grads)
 
     @staticmethod
     def _undoes(step: Step, room: WaitingRoom, drift: Sequence[Tensor]) -> bool:

@@ -59,7 +59,12 @@ class Request(NamedTuple):
     @property
     def conditions(self) -> whole_cost.Conditions:
         """Under which stages are timed."""
-        return whole_cost.Conditions(self.method, self.method.delays(self.stages), self.options)
+        return whole_cost.Conditions(self.method, self.method.delays(self.stages), self.options, self.clip)
+
+    @property
+    def clip(self) -> tuple[float | None, float | None]:
+        """The bounds on gradients: `clip_norm` and `clip_value` of the worker."""
+        return self.worker.get("clip_norm"), self.worker.get("clip_value")
 
     @property
     def several(self) -> int:
@@ -83,10 +88,10 @@ class Request(NamedTuple):
         reason = why_not(self.method)
         if reason is not None:
             return reason
-        seen = {"clip_norm": "clip_norm=", "clip_value": "clip_norm=", "samples": 'weights="samples"'}
-        for name, option in seen.items():
-            if self.worker.get(name):
-                return f"{option} looks at the gradients of each stage"
+        if self.worker.get("samples"):
+            return 'weights="samples" looks at the gradients of each stage'
+        if any(self.clip) and stacks[0].maker.fuse is not None:
+            return "clip_norm= looks at the gradients of each stage, which no compiled tick does"
         for stack in stacks:
             if stack.plan.masters:
                 return "each stage steps its masters and rounds them"

@@ -27,6 +27,7 @@ from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.stacks.understudies import understudies
 from pipeback.vectorized.steps.asked_steps import AskedSteps
 from pipeback.vectorized.steps.joint_step import JointStep
+from pipeback.vectorized.steps.row_clipping import RowClipping
 from pipeback.vectorized.steps.rows import Rows
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.tracing.forms import packed
@@ -37,11 +38,12 @@ LATER = 1 << 30  # the first micro-batch: warm-ups are over
 
 
 class Conditions(NamedTuple):
-    """Under which stages train. delays: D of every stage of the pipeline."""
+    """Under which stages train. delays: D of every stage of the pipeline. clip: bounds on gradients."""
 
     method: Method
     delays: Sequence[int]
     options: Options
+    clip: tuple[float | None, float | None] = (None, None)
 
 
 def gain(stack: Stack, under: Conditions, *, whole: bool) -> float:
@@ -75,7 +77,8 @@ def _at_once(parts: Sequence[_Rows]) -> None:
 
 
 def _worker(stages: Sequence[Stage], under: Conditions) -> Worker:
-    return Worker(stages, under.method, under.delays, LocalLink(), StageExecutor)
+    norm, value = under.clip
+    return Worker(stages, under.method, under.delays, LocalLink(), StageExecutor, clip_norm=norm, clip_value=value)
 
 
 class _EventLoop:
@@ -138,10 +141,11 @@ class _Rows:
             views = None if stack.sample.made is None else graphs.made(*rows.weights)
             self._saved: Sequence[Tensor] = graphs.forward(*rows.weights, *self._xs)[graphs.outputs :]
         accumulate = direct(accumulating(graphs, len(rows.weights), rows.whole.trained))
-        self._eager = EagerTick(
-            rows.whole, graphs.each(direct), accumulate, str, together=steps_together(graphs, rows.whole), views=views
-        )
         self._worker = _worker(stages, under)
+        self._eager = EagerTick(
+            rows.whole, graphs.each(direct), accumulate, RowClipping(self._worker), str,
+            together=steps_together(graphs, rows.whole), views=views,
+        )  # fmt: skip
         self._asked, self._options = AskedSteps(self._worker), [under.options] * len(stages)
         name = self._asked.along
         self._drift = rows.state(name) if name in stages[0].state else []

@@ -25,7 +25,8 @@ class RowTensors:
     """Weights (n, …), those numbered `trained` with a buffer each in `scratch`, if the method shifts weights.
 
     beside: returns the state of the optimizers by its names in torch, as rows: a list of tensors (n, …) for each name,
-    and for `STEP` a matrix (weights, n).
+    and for `STEP` a matrix (weights, n). several: False: the weights are those of a single stage, without the dimension
+    of the rows.
     """
 
     def __init__(
@@ -34,8 +35,11 @@ class RowTensors:
         trained: Sequence[int],
         scratch: Sequence[Tensor],
         beside: Callable[..., list[Any]],
+        *,
+        several: bool = True,
     ) -> None:
         self.weights, self.trained, self.scratch, self._beside = weights, trained, list(scratch), beside
+        self.several = several
         self.stepped = [weights[n] for n in trained]
         self._number: tuple[float, Tensor] | None = None
         self._gradients: list[Tensor] = []

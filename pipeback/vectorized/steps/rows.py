@@ -38,7 +38,8 @@ class Rows:
         self._take(self._whole())
 
     def _take(self, weights: list[Tensor]) -> None:
-        self.whole = RowTensors(weights, self.trained, self._buffers(), self.beside)
+        several = self.streamed or len(self.stages) > 1
+        self.whole = RowTensors(weights, self.trained, self._buffers(), self.beside, several=several)
 
     @property
     def weights(self) -> list[Tensor]:

@@ -13,6 +13,7 @@ from torch import Tensor
 from pipeback.runtime.worker import Worker
 from pipeback.vectorized.stacks.eager_tick import drifted
 from pipeback.vectorized.steps.joint_step import JointStep
+from pipeback.vectorized.steps.row_clipping import RowClipping
 from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.ticks.loss_stage import LossStage
@@ -29,6 +30,7 @@ class Judging:
 
     def __init__(self, worker: Worker, judged: Callable[[int, Any], None], joint: JointStep, along: str) -> None:
         self.worker, self.judged, self.joint, self.along = worker, judged, joint, along
+        self._clipping = RowClipping(worker)
 
     def whole(self, judge: Judge, step: AnyStep, asked: Asked) -> Any:
         """Run the last stage. Returns the gradient of its input."""
@@ -59,6 +61,7 @@ class Judging:
         return gx
 
     def _move(self, judge: Judge, before: Sequence[Tensor], step: AnyStep, grads: Sequence[Tensor]) -> None:
+        grads = self._clipping.clip(judge.rows.whole, grads)
         if isinstance(step, Step) and not step.drift and self.joint.fits(judge.rows.whole, step):
             self.joint.add(judge.rows.whole, step, grads)
         else:

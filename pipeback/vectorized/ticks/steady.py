@@ -26,6 +26,7 @@ from pipeback.vectorized.making.verify import check_plain, judged_alike
 from pipeback.vectorized.stacks.eligible import leaps, torchs
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.steps.asked_steps import AskedSteps
+from pipeback.vectorized.steps.row_clipping import RowClipping
 from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.rows import Rows
 from pipeback.vectorized.steps.step_plan import StepPlan
@@ -59,7 +60,7 @@ class Steady:
         self._mode: Any = None  # what the last stage's graph relies on, when the run began
         self._seen = False  # whether nobody can have changed that since
         self._undecided = False  # whether there was no input yet to make that graph for
-        self._asked = AskedSteps(worker)
+        self._asked, self._clipping = AskedSteps(worker), RowClipping(worker)
         self._moving: BoundedCache[Rings, tuple[list[StackTick], Where]] = BoundedCache()
         self._judges: BoundedCache[Any, LossStage | OutputStage | None] = BoundedCache()
         self._plan: StepPlan | None = None  # of the last stage
@@ -202,7 +203,7 @@ class Steady:
             return None
         key = tuple(stack.rings(kind) for stack, kind in zip(self.stacks, kinds, strict=True))
         if key not in self._moving:
-            made = [StackTick(stack, rings) for stack, rings in zip(self.stacks, key, strict=True)]
+            made = [StackTick(stack, rings, self._clipping) for stack, rings in zip(self.stacks, key, strict=True)]
             self._moving[key] = made, wire(made)
         return self._moving.used(key)
 

@@ -28,6 +28,7 @@ from pipeback.vectorized.stacks.eager_tick import EagerTick, WaitingRoom, drifte
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.own_step import OwnStep
+from pipeback.vectorized.steps.row_clipping import RowClipping
 from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.step_form import How, Numbers, Slots, kept, numbers, shifted, slots
@@ -82,8 +83,8 @@ def joined(pieces: Sequence[Piece], parts: Parts) -> list[Tensor]:
 class StackTick:
     """A stack whose rows do F, B and U at their ticks: all of them, or some neighbouring ones."""
 
-    def __init__(self, stack: Stack, rings: Waiting) -> None:
-        self.stack, self.rings, self.kind = stack, rings, rings.kind
+    def __init__(self, stack: Stack, rings: Waiting, clipping: RowClipping) -> None:
+        self.stack, self.rings, self.kind, self._clipping = stack, rings, rings.kind, clipping
         self.written = rings.written
         self.pieces: dict[tuple[int, int], Pieces] = {}  # by the first of some rows, and the end
         self.ys, self.gxs = Mail(len(stack.stages)), Mail(len(stack.stages))  # outputs, and gradients of inputs
@@ -362,7 +363,7 @@ class StackTick:
             graphs, accumulate = self._sizes.at(rows[1] - rows[0])
             views = None if self.rings.made is None else graphs.made(*tensors.weights)
         name = partial(self._name, rows)
-        return EagerTick(tensors, graphs, accumulate, name, together=self._together, views=views)
+        return EagerTick(tensors, graphs, accumulate, self._clipping, name, together=self._together, views=views)
 
     def _name(self, rows: tuple[int, int], tick: int) -> str:
         """Return what errors call these rows, and their micro-batches at a tick (`Mail`)."""
