@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.methods.momentum import plain_sgd, spike
+from pipeback.methods.momentum import spike
 from pipeback.stages.joint_optimizer import Options, groups_of
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.steps.adam_rows import columns
@@ -29,7 +29,8 @@ class Step:
     decays: tuple[float, ...]  # λ of every weight
     rates: list[list[float]]  # η of every row, of every weight
     like: Sequence[Tensor]  # the weights
-    late: list[list[float]] = field(default_factory=list)  # T of spike compensation, of every row, of every weight
+    # T of spike compensation, of every row, of every weight; at T = 1 the step is Nesterov's, with a = m and b = 1
+    late: list[list[float]] = field(default_factory=list)
     ahead: Sequence[Tensor] = ()  # c of F on w + c·v
     back: Sequence[Tensor] = ()  # c of B on w + c·v, or on w + c·δ
     drift: Sequence[Tensor] = ()  # 1 − γ of δ ← γ·δ + (1 − γ)·(w' − w)
@@ -88,14 +89,19 @@ class Step:
         ]
 
 
-def settings(stage: Stage, options: Options) -> list[tuple[float, float]] | None:
-    """Return momentum and weight decay of every weight; None unless the optimizer is plain momentum SGD."""
+def settings(stage: Stage, options: Options) -> list[tuple[float, float, bool]] | None:
+    """Return momentum and weight decay of every weight, and whether its step is Nesterov's; None unless the optimizer
+    is momentum SGD.
+    """
     groups = groups_of(stage, options)
-    if type(stage.optimizer) is not torch.optim.SGD or not all(
-        group and plain_sgd(group) and not group["maximize"] and not isinstance(group["lr"], Tensor) for group in groups
-    ):
+    if type(stage.optimizer) is not torch.optim.SGD or not all(group and _known(group) for group in groups):
         return None
-    return [(group["momentum"], group["weight_decay"]) for group in groups if group]
+    return [(group["momentum"], group["weight_decay"], bool(group["nesterov"])) for group in groups if group]
+
+
+def _known(group: dict[str, Any]) -> bool:
+    odd = ("dampening", "differentiable", "maximize")
+    return not any(group.get(name) for name in odd) and not isinstance(group["lr"], Tensor)
 
 
 def in_one_pass(step: Any, weights: Sequence[Tensor], velocities: Callable[[], Sequence[Tensor]]) -> bool:

@@ -88,9 +88,13 @@ class StepPlan:
         if same is not None:
             return AdamStep(same, rates, self.rows.stepped)
         groups = self._common(sgd_rows.settings, options)
-        if groups is None or len({momentum for momentum, _ in groups}) != 1:
+        if groups is None or len({momentum for momentum, *_ in groups}) != 1:
             return None
-        return Step(groups[0][0], tuple(decay for _, decay in groups), rates, self.rows.stepped)
+        late = [[float(nesterov)] * len(self.stages) for *_, nesterov in groups]
+        return Step(
+            groups[0][0], tuple(decay for _, decay, _ in groups), rates, self.rows.stepped,
+            late if any(map(any, late)) else [],
+        )  # fmt: skip
 
     def _corrected(self, step: Step | AdamStep, correction: Correction) -> Step | AdamStep | None:
         ahead, late, back, drift = map(self._by_weight, correction[:4])
@@ -107,7 +111,7 @@ class StepPlan:
                 return None  # there is no velocity
             return replace(step, late=late if any(map(any, late)) else [], **mine)
         spiked = step.momentum and any(map(any, late))
-        return replace(step, late=late if spiked else [], **mine)
+        return replace(step, late=late if spiked else step.late, **mine)
 
     def summed(self, corrected: Asked | None, *options: Options) -> SummedStep:
         """Return what a tick does where the stages make their own updates: `sum_up` came before. corrected: see `step`.
