@@ -135,7 +135,8 @@ class TickLoop(EventLoop):
         self.due.update(dict.fromkeys(mbs, losses))
         loop = self.loop
         # if the last push was waited for, this one will be: then its first forwards may as well go on to the last stage
-        loop.order.in_turn, loop.awaited = loop.awaited and len(batches) <= FEW, False
+        few = len(batches) <= FEW and loop.worker.residence.joins  # weights in a store would come for each of them
+        loop.order.in_turn, loop.awaited = loop.awaited and few, False
         try:
             self.loop.push(batches, options)
         except Dropped:

@@ -28,6 +28,7 @@ from pipeback.schedules.worker_turns import by_worker, firsts, programs, turns_o
 
 POLICIES = ("grouped", "upstream", "sticky", "random", "streaming", "skewed")
 FAR = 64  # the most operations that are looked at in advance
+MANY = 4  # micro-batches of which forwards by ticks are worth their empty places
 
 
 class Order:
@@ -41,13 +42,11 @@ class Order:
     streaming   as sticky; once blocked, one of the last `near` stages that were run, else the one that has most to do
     skewed      ticks; at each, a stage does at most one operation of each kind, of what its neighbours gave it at
                 earlier ticks, so that no operation feeds another. `advance` leaves undone what the first stage need not
-                wait for, and `rest` does it. `in_turn`: one micro-batch after the other, where `leap` can do that
+                wait for, and `rest` does it. `in_turn`: one micro-batch after the other
     """
 
-    def __init__(
-        self, schedule: Schedule, stages: int, *, policy: str = "grouped", seed: int = 0, near: int = 1,
-        by_group: bool = False,
-    ) -> None:  # fmt: skip
+    def __init__(self, schedule: Schedule, stages: int, *, policy: str = "grouped", seed: int = 0, near: int = 1,
+                 by_group: bool = False) -> None:  # fmt: skip
         """by_group: whether `leap` does groups as a whole."""
         if policy not in POLICIES:
             raise ValueError(f"order {policy!r} is unknown; choose one of {', '.join(POLICIES)}")
@@ -141,14 +140,9 @@ class Order:
 
     def state(self) -> dict[str, Any]:
         """Plain numbers from which `resume` finds this place again; only between `advance` calls."""
-        return {
-            "arrived": self.arrived,
-            "start": self.start,
-            "fetched": [a + self._ops(s, self._owed + self._leapt[s]) for s, a in enumerate(self._fetched)],
-            "forwards": list(self.forwards),
-            "backwards": list(self.backwards),
-            "updated": list(self.updated),
-        }
+        fetched = [a + self._ops(s, self._owed + self._leapt[s]) for s, a in enumerate(self._fetched)]
+        counts = {"forwards": list(self.forwards), "backwards": list(self.backwards), "updated": list(self.updated)}
+        return {"arrived": self.arrived, "start": self.start, "fetched": fetched, **counts}
 
     def resume(self, schedule: Schedule, state: dict[str, Any]) -> None:
         """Take up `schedule` where `state` was taken."""
@@ -176,11 +170,8 @@ class Order:
         self._handed = ()
         self.arrived = self.start + self.forwards[0]
 
-    # -- which heads are ready -----------------------------------------------------------------------------------
-
     def _ready(self, s: int) -> bool:
-        head = self._heads[s]
-        if head is None:
+        if (head := self._heads[s]) is None:
             return False
         kind, i = head
         if kind == "F":
@@ -247,8 +238,6 @@ class Order:
                 return
             yield Wave("U", ops)
 
-    # -- in the steady state every micro-batch makes the waves of the one before -------------------------------------
-
     def _watched(self) -> Iterator[Wave]:
         """Yield `_waves`, and note whether the next micro-batch will make the same."""
         before = [*self.forwards, *self.backwards, *self.updated]
@@ -295,18 +284,20 @@ class Order:
             lead = range(self.stages - 1, -1, -1)
         busy, foreseen = True, None
         while busy and not (until_input and self._idles()) and not (done is not None and done()):
-            self._handed, told, foreseen = (), foreseen, None
+            self._handed, told, foreseen, span = (), foreseen, None, None
             if self.leap is not None and (span := told or self._span()):
                 if leapt := self.leap(span):
                     self.skip(span, leapt)
                     foreseen = following(span, self.forwards, self.backwards, self.backwards, self.arrived - self.start)
                     continue
-                if isinstance(span, TurnSpan):  # then by ticks
+                if isinstance(span, TurnSpan) and span.ticks >= MANY:  # then by ticks
                     self.in_turn = False
                     continue
             if any(self._leapt) and (more := self.turns(self.arrived + 1)) and more.ticks == 1:
                 return  # nothing is left to do, and what leaps goes on with the next micro-batch
             self._land()
+            if isinstance(span, TurnSpan):
+                yield from self._forwards()
             busy = False
             came = [self.arrived - self.start, *self.forwards]
             back = [*self.backwards[1:], self.arrived]
@@ -316,6 +307,15 @@ class Order:
                 if ops := self._due(kind, below):
                     busy, self._handed = True, ops if kind == "F" else self._handed
                     yield Wave(kind, ops)
+
+    def _forwards(self) -> Iterator[Wave]:
+        """Yield a forward of every stage that can do one, each alone, since one feeds another."""
+        came = self.arrived - self.start
+        for s, head in enumerate(self._heads):
+            if head is not None and head.kind == "F" and head.mb < came:
+                self._handed = [self._take(s, head)]
+                yield Wave("F", self._handed)
+            came = self.forwards[s]
 
     def _due(self, kind: Kind, below: Sequence[int] | None = None) -> list[tuple[int, int]]:
         """Take the next operation of every stage where it is of this kind, and its micro-batch is below this number."""

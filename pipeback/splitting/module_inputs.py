@@ -29,8 +29,9 @@ class ModuleInputs:
         self.passed = {id(t) for tensors, form in self.before.values() if form.objects for t in tensors}
 
     def look(self, *values: Any) -> None:
-        """Note that the module uses the tensors in these arguments. It is not needed where `passed` is empty."""
-        self.passed.difference_update(map(id, parts(values)))
+        """Note that the module uses the tensors in these arguments."""
+        if self.passed:
+            self.passed.difference_update(map(id, parts(values)))
 
     def apart(self, module: nn.Module, output: Any, decides: Callable[[str], None]) -> Any:
         """Return the module's output; a tensor in it that the module was given is replaced by an equal one.

@@ -258,8 +258,7 @@ class _Recorder(TorchFunctionMode):
         if (known.changes or "out" in kwargs or "inplace" in kwargs) and self.kept is not None:
             self.kept.look(known.changes, name == "__set__", args, kwargs, len(self.calls))
         if self.inside:
-            if self.handed.passed:
-                self.handed.look(args, kwargs)
+            self.handed.look(args, kwargs)
             output = func(*args, **kwargs)
             self.made.note(output, self.leaf_path)
             return output

@@ -74,7 +74,8 @@ class StackExecutor:
             return None
         if self._steady is None:
             self._steady = Steady(worker, self.judged, self.stacks)
-        return self._steady
+        steady = self._steady
+        return steady if steady.every > 1 or all(stack.plan.may_step for stack in self.stacks) else None
 
     @property
     def _clips(self) -> bool:

@@ -4,13 +4,14 @@ its own micro-batch.
 The stages of a stack may stand anywhere in the pipeline, since no operation of a tick feeds another one of it. A stack
 may be a single stage: then it is the stage as two graphs, without autograd. The weights are rows of tensors (n, …), so
 that methods and optimizers see what they always see (`rows`), while F and B are each one graph over all rows
-(`capture`). Tensors that wait between F and B lie in ring buffers. Rows that are idle are computed, too, and dropped.
+(`capture`). Tensors that wait between F and B lie in ring buffers. Rows that are idle are computed, too, and dropped,
+unless few have something to do (`single_rows`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,8 @@ from pipeback.vectorized.buffers.waiting import Turns, Waiting
 from pipeback.vectorized.buffers.weight_ring import WeightRing
 from pipeback.vectorized.making.bounded_cache import BoundedCache
 from pipeback.vectorized.making.graph_maker import GraphMaker
+from pipeback.vectorized.stacks.flight_row import FlightRow
+from pipeback.vectorized.stacks.single_rows import SingleRows
 from pipeback.vectorized.steps.row_sums import RowSums
 from pipeback.vectorized.steps.rows import Rows
 from pipeback.vectorized.steps.step_plan import StepPlan
@@ -37,22 +40,6 @@ from pipeback.vectorized.tracing.graphs import Graphs
 
 # forms of micro-batches that have memory at once, more only while more are in flight: at a change of form there are two
 KINDS = 2
-
-
-class FlightRow(NamedTuple):
-    """The tensors that the forward of a stacked stage has saved for its backward, as a row of the stack."""
-
-    stack: Stack
-    kind: Kind
-    number: int
-
-    def tensors(self, mb: int) -> list[Tensor]:
-        """Return copies of the saved tensors of a micro-batch, in the order of the graph."""
-        return self.stack.rings(self.kind).tensors(self.number, mb)
-
-    def written(self) -> list[Any]:
-        """Return as JSON what `Stack.restore` needs beside the tensors: the kind, and the stages of the stack."""
-        return [*self.kind.written(), self.stack.numbers]
 
 
 class Stack:
@@ -77,6 +64,7 @@ class Stack:
         self.plan = StepPlan(self.rows)
         self.sums = RowSums(self.rows, self.plan)
         self.maker = GraphMaker(stages, self.rows, places, length, options)
+        self.single = SingleRows(self.rows, self.maker, self.places)
         self._crowded = False  # whether more kinds had memory than should
         self._kinds: dict[int, Kind] = {}  # of the micro-batches between F and B of the first stage
         self.apart: set[int] = set()  # those among them that run stage by stage
@@ -230,7 +218,7 @@ class Stack:
         return self._rings[kind]
 
     def _hold(self, waiting: Waiting) -> None:
-        waiting.flights = [FlightRow(self, waiting.kind, r) for r in range(len(self.stages))]
+        waiting.flights = [FlightRow(self.rings, self.numbers, waiting.kind, r) for r in range(len(self.stages))]
         self._rings[waiting.kind] = waiting
 
     def settle(self, last: bool | None) -> None:
@@ -309,14 +297,18 @@ class Stack:
             if max([len(self.stages[r].flights) for r, _ in some]) + 1 > rings.length:
                 self._more(rings)
             with torch.no_grad():
-                xs = [self._joined([came[i][n] for _, i in some], some) for n in range(len(kind.inputs))]
-                xs = self.entered(xs) if self.alone else xs
-                graphs = self._graphs(rings)
-                found = graphs.forward(*self.rows.weights, *xs)
-                rings.leave(found[graphs.outputs :], some)
-                ys = [self.rows.of(y) for y in found[: graphs.outputs]]
+                if self.single.pay(rings, len(some)):
+                    sent = {r: self.single.forward(rings, r, i, came[i]) for r, i in some}
+                else:
+                    xs = [self._joined([came[i][n] for _, i in some], some) for n in range(len(kind.inputs))]
+                    xs = self.entered(xs) if self.alone else xs
+                    graphs = self._graphs(rings)
+                    found = graphs.forward(*self.rows.weights, *xs)
+                    rings.leave(found[graphs.outputs :], some)
+                    ys = [self.rows.of(y) for y in found[: graphs.outputs]]
+                    sent = {r: [y[r] for y in ys] for r, _ in some}
                 for r, i in some:
-                    link.send("F", self.numbers[r] + 1, i, packed([y[r] for y in ys], graphs.packs))
+                    link.send("F", self.numbers[r] + 1, i, packed(sent[r], rings.written.packs))
             for r, i in some:
                 stage = self.stages[r]
                 flight = Flight((), None, None, stage.version, False)
@@ -329,17 +321,20 @@ class Stack:
         for kind, some in self._groups(ops).items():
             rings = self._rings[kind]
             with torch.no_grad():
-                made = rings.written.made(*self.rows.weights) if rings.made is None else rings.made
-                graphs = self._graphs(rings)
-                gs = [self._joined([came[i][n] for _, i in some], some) for n in graphs.gives]
-                gs = self.maker.lying(gs) if self.alone else gs
-                found = graphs.backward(*rings.back(some), *made, *gs)
-                grads, gxs = found[: len(self.rows.weights)], found[len(self.rows.weights) :]
-                back = [None if gx is None else self.rows.of(gx) for gx in gxs]
+                if self.single.pay(rings, len(some)):
+                    grads, upstream = self.single.back(rings, some, came)
+                else:
+                    made = rings.written.made(*self.rows.weights) if rings.made is None else rings.made
+                    graphs = self._graphs(rings)
+                    gs = [self._joined([came[i][n] for _, i in some], some) for n in graphs.gives]
+                    gs = self.maker.lying(gs) if self.alone else gs
+                    found = graphs.backward(*rings.back(some), *made, *gs)
+                    grads, gxs = found[: len(self.rows.weights)], found[len(self.rows.weights) :]
+                    back = [None if gx is None else self.rows.of(gx) for gx in gxs]
+                    upstream = {r: [None if gx is None else gx[r] for gx in back] for r, _ in some}
                 for r, i in some:
                     if self.numbers[r]:
-                        upstream = [None if gx is None else gx[r] for gx in back]
-                        link.send("B", self.numbers[r] - 1, i, packed(upstream, kind.packed))
+                        link.send("B", self.numbers[r] - 1, i, packed(upstream[r], kind.packed))
                 self.sums.add([grads[n] for n in self.rows.trained], [r for r, _ in some])
             for r, i in some:
                 if not r:

@@ -21,7 +21,7 @@ from pipeback.private import fused_adam
 from pipeback.stages.joint_optimizer import Options, groups_of
 from pipeback.stages.stage import Stage
 
-PLAIN = ("amsgrad", "maximize", "capturable", "differentiable", "fused")  # options that must be off
+PLAIN = ("amsgrad", "maximize", "capturable", "differentiable")  # options that must be off
 KINDS = torch.float32, torch.float64  # torch's fused step rounds half types otherwise than its single operations
 FIRST, SECOND, STEP = "exp_avg", "exp_avg_sq", "step"  # the names of what torch keeps per weight
 

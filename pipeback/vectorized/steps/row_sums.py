@@ -22,18 +22,20 @@ class RowSums:
         self.sums: list[Tensor] | None = None  # gradients of one micro-batch per stage, if stages have none
         self._summed: set[int] = set()  # stages whose own gradients are sums over micro-batches
 
-    def add(self, grads: list[Tensor], rows: Sequence[int]) -> None:
-        """Add gradients (n, …), one micro-batch for each of these rows, to the gradient sums of the stages."""
+    def add(self, grads: list[Any], rows: Sequence[int]) -> None:
+        """Add gradients, one micro-batch for each of these rows, to the gradient sums of the stages. grads: of every
+        weight a tensor (n, …), or tensors by rows.
+        """
         whole = len(rows) == len(self.stages)
         if whole and all(not stage.gradients.count for stage in self.stages):
             self.sums = grads
         else:
             self.spread()
-            self._add_apart([self.rows.of(g) for g in grads], rows)
+            self._add_apart([self.rows.of(g) if isinstance(g, Tensor) else g for g in grads], rows)
         for r in rows:
             self.stages[r].gradients.count_more(1)
 
-    def _add_apart(self, grads: Sequence[Sequence[Tensor]], rows: Sequence[int]) -> None:
+    def _add_apart(self, grads: Sequence[Any], rows: Sequence[int]) -> None:
         """Add to each stage's own sum: in place if it is a sum already, and not somebody else's gradient."""
         begun = [r for r in rows if self.stages[r].gradients.count]
         for r in begun:

@@ -23,6 +23,7 @@ from pipeback.vectorized.steps.sgd_rows import Step
 from pipeback.vectorized.steps.summed_step import SummedStep
 
 T = TypeVar("T")
+KNOWN = torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW
 
 
 class Asked(NamedTuple):
@@ -65,6 +66,11 @@ class StepPlan:
             step = replace(step, rates=self._by_weight(correction.rates), varies=correction.varies)
             self._known = asked, step
         return step
+
+    @property
+    def may_step(self) -> bool:
+        """Whether it can be that `step` gives a step, whatever the options are."""
+        return type(self.stages[0].optimizer) in KNOWN and not self.masters and not self.hooked()
 
     def sum_up(self) -> None:
         """From now on sum gradients, since the stages make their own updates, of several micro-batches each."""

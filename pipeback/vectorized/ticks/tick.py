@@ -94,8 +94,6 @@ class StackTick:
         self._together = stack.maker.fuse is not None or steps_together(self.written, stack.rows.whole)
         self._parts: dict[tuple[int, int], EagerTick] = {}
         self._steps: tuple[AnyStep | None, dict[tuple[int, int], AnyStep]] = None, {}  # of some rows
-        self._sizes: Sizes | None = None  # graphs for other numbers of rows
-        self._tried = stack.alone or stack.maker.fuse is not None or not rings.even  # whether there are none
 
     @property
     def first(self) -> int:
@@ -326,12 +324,13 @@ class StackTick:
             known[rows] = step.part(*rows)
         return known[rows]
 
+    @property
+    def _sizes(self) -> Sizes | None:
+        """Graphs for fewer rows."""
+        return self.stack.single.sizes(self.rings)
+
     def divides(self) -> bool:
         """Whether some of the rows can do a tick without the others."""
-        if self._sizes is None and not self._tried:
-            self._tried = True
-            with TRACING:
-                self._sizes = self.stack.maker.sizes(self.rings)
         return self.stack.alone or self._sizes is not None
 
     @property
