@@ -1,10 +1,11 @@
 """Compares pushes of 256 micro-batches whose losses are read each time with one long push, and the shortest pushes of
-stages that run as one with those of the event loop: one process, one thread.
+stages that run as one with those of the event loop: one process, one thread. Then other optimizers, and gradients that
+are clipped, with vectorize="auto", which must not be slower than the event loop where it gains nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,9 +20,25 @@ CASES = (Case("48 x 64", Linear, 48, (1, 64), SHORT * TIMES), Case("20 x 64", Li
 SHORTEST, COUNT = (1, 2, 8), 96  # micro-batches of a push, and of all pushes of a turn
 METHODS = ("pb", "cerebras")
 ENDS: dict[str, dict[str, Any]] = {"as one": {"vectorize": True}, "event loop": {}}
+ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-3), partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+OTHERS: dict[str, dict[str, Any]] = {
+    "momentum SGD": {"optimizer": SGD},
+    "momentum SGD, `clip_norm=1.0`": {"optimizer": SGD, "clip_norm": 1.0},
+    "Nesterov": {"optimizer": partial(SGD, nesterov=True)},
+    "fused SGD": {"optimizer": partial(SGD, fused=True)},
+    "AdamW": {"optimizer": ADAMW},
+    "AdamW, `clip_norm=1.0`": {"optimizer": ADAMW, "clip_norm": 1.0},
+    "fused AdamW": {"optimizer": partial(ADAMW, fused=True)},
+    "RMSprop": {"optimizer": partial(torch.optim.RMSprop, lr=1e-4)},
+    "NAdam": {"optimizer": partial(torch.optim.NAdam, lr=1e-4)},
+}
+LENGTHS = (1, 8, 96)  # micro-batches of a push
 
 
-def main(repeats: int, cases: Sequence[Case] = CASES, short: int = SHORT, shortest: Sequence[int] = SHORTEST) -> None:
+def main(
+    repeats: int, cases: Sequence[Case] = CASES, short: int = SHORT, shortest: Sequence[int] = SHORTEST,
+    lengths: Sequence[int] = LENGTHS,
+) -> None:  # fmt: skip
     print("Samples per second over those of one long push whose loss is read at its end; micro-batch 1.")
     for case in cases:
         rows = []
@@ -36,16 +53,25 @@ def main(repeats: int, cases: Sequence[Case] = CASES, short: int = SHORT, shorte
     print("\nSamples per second of stages as one over those of the event loop.")
     for case in cases:
         few = case._replace(turn=min(COUNT, case.turn))
-        rows = [[f"`{method}`", *over_the_loop(few, method, shortest, repeats)] for method in METHODS]
+        rows = [[f"`{method}`", *over_the_loop(few, method, shortest, repeats, ENDS)] for method in METHODS]
         print("\n" + table([case.name, *(f"pushes of {each}" for each in shortest)], rows), flush=True)
+    print('\nSamples per second of `pb` with vectorize="auto" over those of the event loop.')
+    for case in cases[-1:]:
+        few, rows = case._replace(turn=min(COUNT, case.turn)), []
+        for name, options in OTHERS.items():
+            ends = {"auto": {**options, "vectorize": "auto"}, "event loop": options}
+            rows.append([name, *over_the_loop(few, "pb", lengths, repeats, ends)])
+        print("\n" + table([case.name, *(f"pushes of {each}" for each in lengths)], rows), flush=True)
 
 
-def over_the_loop(case: Case, method: str, lengths: Sequence[int], repeats: int) -> list[str]:
-    """For pushes of these lengths, whose losses are read, the gain of running as one."""
-    ends = list(ENDS)
-    runs = {f"{each} {end}": pushes(case, method, each, ENDS[end]) for each in lengths for end in ends}
+def over_the_loop(
+    case: Case, method: str, lengths: Sequence[int], repeats: int, ends: Mapping[str, dict[str, Any]]
+) -> list[str]:
+    """For pushes of these lengths, whose losses are read, the gain of the first of two ways of running them."""
+    first, other = ends
+    runs = {f"{each} {end}": pushes(case, method, each, options) for each in lengths for end, options in ends.items()}
     seconds = interleaved(runs, repeats)
-    pairs = [(seconds[f"{each} {ends[1]}"], seconds[f"{each} {ends[0]}"]) for each in lengths]
+    pairs = [(seconds[f"{each} {other}"], seconds[f"{each} {first}"]) for each in lengths]
     return [spread([loop / one for loop, one in zip(*pair, strict=True)], ".1f") for pair in pairs]
 
 
