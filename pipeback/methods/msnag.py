@@ -28,6 +28,7 @@ from torch import Tensor
 from pipeback.methods.adam import is_adam, moments
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
 from pipeback.methods.columns import Number, column, positive
+from pipeback.methods.few_quotients import fewer_quotients
 from pipeback.methods.gradients import decoupled
 from pipeback.methods.momentum import LWP_OF_WEIGHTS
 from pipeback.schedules.programs import flowing
@@ -136,31 +137,35 @@ def _powers(
 def _ahead_of_adam(
     optimizer: OptimizerLike, group: dict[str, Any], weights: Weights, into: Weights, delays: list[Number]
 ) -> None:
-    """ŵ − w of the weights of a group."""
+    """ŵ − w of the weights of a group, with the sums of `_of_rows`."""
     if any(isinstance(D, Tensor) for D in delays):
         _of_rows(optimizer, group, weights, into, delays)
         return
-    rate, (beta1, beta2) = float(group["lr"]), map(float, group["betas"])
-    decay = rate * group["weight_decay"] if decoupled(group) else 0.0
-    of = moments(optimizer, group, weights)
-    known = {id(w): n for n, w in enumerate(weights)}
-    numbers = [known[id(w)] for w in of.weights]
-    counts, roots = [float(t) for t in of.steps], list(torch._foreach_sqrt(of.second)) if numbers else []
+    rate, of = float(group["lr"]), moments(optimizer, group, weights)
     torch._foreach_zero_(into)
-    for j in range(1, max(delays, default=0) + 1):
-        if decay:
-            some = [n for n, D in enumerate(delays) if j <= D]
-            rows = [into[n] for n in some]
-            torch._foreach_mul_(rows, 1 - decay)
-            torch._foreach_add_(rows, [weights[n] for n in some], alpha=-decay)
-        there = [k for k, n in enumerate(numbers) if j <= delays[n]]
-        if there:
-            below = torch._foreach_div(
-                [roots[k] for k in there], [(1 - beta2 ** (counts[k] + j)) ** 0.5 for k in there]
-            )
-            torch._foreach_add_(below, group["eps"])
-            sizes = [-rate * beta1**j / (1 - beta1 ** (counts[k] + j)) for k in there]
-            torch._foreach_addcdiv_([into[numbers[k]] for k in there], [of.first[k] for k in there], below, sizes)
+    if group["weight_decay"] and decoupled(group):
+        kept = [(1 - rate * group["weight_decay"]) ** D - 1 for D in delays]
+        torch._foreach_add_(into, torch._foreach_mul(list(weights), kept))
+    known, alike = {id(w): n for n, w in enumerate(weights)}, dict[tuple[Any, ...], list[int]]()
+    for k, (w, t) in enumerate(zip(of.weights, of.steps, strict=True)):
+        alike.setdefault((delays[known[id(w)]], float(t), w.dtype), []).append(k)
+    for (D, t, kind), some in alike.items():
+        eta, far, done = (torch.tensor([number], dtype=torch.float64, device="cpu") for number in (rate, D, t))
+        roots, first = torch._foreach_sqrt([of.second[k] for k in some]), [of.first[k] for k in some]
+        places = [into[known[id(of.weights[k])]] for k in some]
+        for size, little in zip(*(x.flatten().tolist() for x in _quotients(group, eta, far, done, kind)), strict=True):
+            torch._foreach_addcdiv_(places, first, torch._foreach_add(roots, little), size)
+
+
+def _quotients(group: dict[str, Any], rate: Tensor, far: Tensor, t: Tensor, kind: torch.dtype) -> tuple[Tensor, Tensor]:
+    """s and ε of `_of_rows`, of fewer quotients (K, rows) with the same sum. far: D, and t, of every row."""
+    beta1, beta2 = map(float, group["betas"])
+    j = torch.arange(1, int(far.max()) + 1, dtype=torch.float64, device=far.device)[:, None]
+    roots = (1 - beta2 ** (t + j)).sqrt()
+    sizes = -rate * beta1**j * roots / (1 - beta1 ** (t + j))
+    if group["weight_decay"] and decoupled(group):
+        sizes = sizes * (1 - rate * group["weight_decay"]) ** (far - j)
+    return fewer_quotients(torch.where(j <= far, sizes, 0), group["eps"] * roots, kind)
 
 
 def _of_rows(
@@ -168,11 +173,11 @@ def _of_rows(
 ) -> None:
     """The same for rows, of which the first ones have the longest delays; step j is made by those with j ≤ D.
 
-        ŵ − w = m·y + (left^D − 1)·w        y ← left·y + s_j/(√q + ε_j)        left = 1 − η·λ
+        ŵ − w = m·y + (left^D − 1)·w        y = Σ_{j=1…D} left^{D−j}·s_j/(√q + ε_j)        left = 1 − η·λ
         s_j = −η·β₁ʲ·√(1 − β₂^{t+j})/(1 − β₁^{t+j})        ε_j = ε·√(1 − β₂^{t+j})
 
-    What steps have in common, m, stands before the sum: two passes through memory for each step are left of four.
-    Vectors that take equal steps are one, since a step of a short one takes longer to call than to do.
+    What steps have in common, m, stands before the sum, which `fewer_quotients` makes of a few of them. Vectors that
+    take equal steps are one, since a step of a short one takes longer to call than to do.
     """
     of = moments(optimizer, group, weights)
     alike: dict[tuple[Any, ...], list[int]] = {}
@@ -191,21 +196,15 @@ def _of_rows(
 
 def _summed(second: list[Tensor], group: dict[str, Any], D: Tensor, t: Tensor) -> Sequence[Tensor]:
     """y of weights that take equal steps."""
-    (beta1, beta2), lengths = map(float, group["betas"]), [q[0].numel() for q in second]
+    lengths = [q[0].numel() for q in second]
     root = (second[0] if len(second) == 1 else torch.cat([q.flatten(1) for q in second], 1)).sqrt()
     far = D.flatten().double()
-    rate = group["lr"].double().expand_as(far)
-    j = torch.arange(1, int(far.max()) + 1, dtype=torch.float64, device=far.device)[:, None]
-    roots = (1 - beta2 ** (t + j)).sqrt()
-    sizes, tiny = -rate * beta1**j * roots / (1 - beta1 ** (t + j)), group["eps"] * roots
-    decays = group["weight_decay"] and decoupled(group)
-    keep = column(1 - rate * group["weight_decay"], root) if decays else None
+    sizes, tiny = _quotients(group, group["lr"].double().expand_as(far), far, t, root.dtype)
+    ends = (torch.arange(1, len(far) + 1, device=far.device) * (sizes != 0)).amax(1)  # of the rows that make a step
     y, below = torch.zeros_like(root), torch.empty_like(root)
     # as columns at once: to make them takes as long as the arithmetic of a small weight
     steps = [some.to(root.dtype).view(*some.shape, *[1] * (root.dim() - 1)).unbind() for some in (sizes, tiny)]
-    for k, size, little in zip((j <= far).sum(1).tolist(), *steps, strict=True):
-        if keep is not None:
-            y[:k].mul_(keep[:k])
+    for k, size, little in zip(ends.tolist(), *steps, strict=True):
         y[:k].addcdiv_(size[:k], torch.add(root[:k], little[:k], out=below[:k]))
     if len(second) == 1:
         return [y]
