@@ -181,6 +181,7 @@ PARTS = {
     "adam",
     "columns",
     "direction",
+    "few_quotients",
     "gradients",
     "rates",
     "option_checks",

@@ -104,10 +104,14 @@ class Watch:
                 with self.newest(stage):
                     self.gap[stage.index] = _distance(stage, _newest(stage), used, computing=True)
 
-    def before_update(self, stage: Stage, clipped: Tensor | None) -> None:
-        self._updates[stage.index] += 1
+    def count(self, s: int, clipped: Tensor | None) -> None:
+        """Count an update of a stage. clipped: whether its gradient was, as a 0-d tensor; None: there is no limit."""
+        self._updates[s] += 1
         if clipped is not None:
-            self._clips[stage.index].append(clipped)
+            self._clips[s].append(clipped)
+
+    def before_update(self, stage: Stage, clipped: Tensor | None) -> None:
+        self.count(stage.index, clipped)
         if stage.index in self._measure:
             self._measure.discard(stage.index)
             self._before[stage.index] = [w.detach().clone() for w in stage.weights]

@@ -109,6 +109,20 @@ def test_a_gradient_of_one_stage_bounds_no_other():
     same(*found)
 
 
+@pytest.mark.parametrize("clip", [0.2, pipeback.Clipping(value=0.1), pipeback.Clipping(0.3, value=0.05)], ids=str)
+def test_a_watch_counts_what_is_clipped(clip, leapt):
+    """Of every stage, the last one included, whether a tick does all or some of them."""
+    shares = []
+    for pipe in pipelines("pb", clip_norm=clip):
+        xs, ys = map(torch.cat, zip(*doubles(60), strict=True))
+        watch = pipe.watch()
+        for x, y in zip(xs.split(30), ys.split(30), strict=True):
+            pipe.push(x, y).double()
+        shares.append(watch.clip_share)
+    assert shares[1] == shares[0] and sum(0 < share < 1 for share in shares[0]) > 3, shares
+    assert sum(leapt) > 20
+
+
 def test_a_compiled_tick_clips_nothing():
     """So `clip_norm` keeps ticks from being compiled, and says so."""
     pipe = pipeback.Pipeline(

@@ -59,7 +59,7 @@ def takes(case, kind):
 
 
 ALLOWED = [(case, kind) for case in LEAP for kind in KINDS if takes(case, kind)]
-USUAL = ("pb", "cerebras", "pipedream", "lwp-weight", "gap_aware", "msnag", "pipemare-t3")
+USUAL = ("pb", "cerebras", "lwp-weight", "msnag")
 
 
 @pytest.mark.parametrize(("case", "kind"), mostly_rare(ALLOWED, *[one for one in ALLOWED if one[0] in USUAL]))

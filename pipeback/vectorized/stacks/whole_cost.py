@@ -142,8 +142,9 @@ class _Rows:
             self._saved: Sequence[Tensor] = graphs.forward(*rows.weights, *self._xs)[graphs.outputs :]
         accumulate = direct(accumulating(graphs, len(rows.weights), rows.whole.trained))
         self._worker = _worker(stages, under)
+        clipping = RowClipping(self._worker, [stage.index for stage in stages])
         self._eager = EagerTick(
-            rows.whole, graphs.each(direct), accumulate, RowClipping(self._worker), str,
+            rows.whole, graphs.each(direct), accumulate, clipping, str,
             together=steps_together(graphs, rows.whole), views=views,
         )  # fmt: skip
         self._asked, self._options = AskedSteps(self._worker), [under.options] * len(stages)

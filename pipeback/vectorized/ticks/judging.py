@@ -30,7 +30,7 @@ class Judging:
 
     def __init__(self, worker: Worker, judged: Callable[[int, Any], None], joint: JointStep, along: str) -> None:
         self.worker, self.judged, self.joint, self.along = worker, judged, joint, along
-        self._clipping = RowClipping(worker)
+        self._clipping = RowClipping(worker, [worker.last])
 
     def whole(self, judge: Judge, step: AnyStep, asked: Asked) -> Any:
         """Run the last stage. Returns the gradient of its input."""

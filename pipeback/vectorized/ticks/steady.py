@@ -60,7 +60,7 @@ class Steady:
         self._mode: Any = None  # what the last stage's graph relies on, when the run began
         self._seen = False  # whether nobody can have changed that since
         self._undecided = False  # whether there was no input yet to make that graph for
-        self._asked, self._clipping = AskedSteps(worker), RowClipping(worker)
+        self._asked = AskedSteps(worker)
         self._moving: BoundedCache[Rings, tuple[list[StackTick], Where]] = BoundedCache()
         self._judges: BoundedCache[Any, LossStage | OutputStage | None] = BoundedCache()
         self._plan: StepPlan | None = None  # of the last stage
@@ -203,7 +203,10 @@ class Steady:
             return None
         key = tuple(stack.rings(kind) for stack, kind in zip(self.stacks, kinds, strict=True))
         if key not in self._moving:
-            made = [StackTick(stack, rings, self._clipping) for stack, rings in zip(self.stacks, key, strict=True)]
+            made = [
+                StackTick(stack, rings, RowClipping(self.worker, stack.numbers))
+                for stack, rings in zip(self.stacks, key, strict=True)
+            ]
             self._moving[key] = made, wire(made)
         return self._moving.used(key)
 

@@ -362,7 +362,8 @@ class StackTick:
             graphs, accumulate = self._sizes.at(rows[1] - rows[0])
             views = None if self.rings.made is None else graphs.made(*tensors.weights)
         name = partial(self._name, rows)
-        return EagerTick(tensors, graphs, accumulate, self._clipping, name, together=self._together, views=views)
+        clipping = self._clipping.part(*rows)
+        return EagerTick(tensors, graphs, accumulate, clipping, name, together=self._together, views=views)
 
     def _name(self, rows: tuple[int, int], tick: int) -> str:
         """Return what errors call these rows, and their micro-batches at a tick (`Mail`)."""
