@@ -282,21 +282,21 @@ class Order:
         lead = None  # forwards that a stage may be ahead of the next stage's backwards, where stages take turns
         if self._flow is not None and self._flow.turns == 2:
             lead = range(self.stages - 1, -1, -1)
-        busy, foreseen = True, None
+        busy, foreseen, alone = True, None, False
         while busy and not (until_input and self._idles()) and not (done is not None and done()):
-            self._handed, told, foreseen, span = (), foreseen, None, None
+            self._handed, told, foreseen = (), foreseen, None
             if self.leap is not None and (span := told or self._span()):
                 if leapt := self.leap(span):
                     self.skip(span, leapt)
                     foreseen = following(span, self.forwards, self.backwards, self.backwards, self.arrived - self.start)
                     continue
-                if isinstance(span, TurnSpan) and span.ticks >= MANY:  # then by ticks
-                    self.in_turn = False
+                if isinstance(span, TurnSpan):  # then by ticks
+                    self.in_turn, alone = False, span.ticks < MANY
                     continue
             if any(self._leapt) and (more := self.turns(self.arrived + 1)) and more.ticks == 1:
                 return  # nothing is left to do, and what leaps goes on with the next micro-batch
             self._land()
-            if isinstance(span, TurnSpan):
+            if alone:  # where no ticks are leapt, either
                 yield from self._forwards()
             busy = False
             came = [self.arrived - self.start, *self.forwards]

@@ -76,11 +76,11 @@ def test_nesterov_with_bounds_on_gradients(case, leapt):
     ("case", "optimizer"),
     [
         ("pb", partial(torch.optim.RMSprop, lr=1e-3)), ("pb", partial(torch.optim.NAdam, lr=1e-3)),
-        ("pipemare-t3", SGD), ("pipedream_2bw", SGD),
+        ("pipedream_2bw", SGD),
     ],
 )  # fmt: skip
 def test_micro_batches_that_go_one_by_one(case, optimizer, monkeypatch):
-    """Where whole ticks cannot take turns, a stage of a stack goes forward by the graphs of its own row."""
+    """Where no whole ticks can be done, a stage of a stack goes forward by the graphs of its own row."""
     alone, forward = [], SingleRows.forward
     monkeypatch.setattr(SingleRows, "forward", lambda self, *a: [alone.append(a[1]), forward(self, *a)][1])
     found = []
