@@ -222,7 +222,7 @@ class JointOptimizer:
         """Share the state of every weight with its stage's own optimizer."""
         for stage in self._stages:
             lay_velocities(stage.optimizer, stage.weights)
-            stage.weights.velocities = None
+            stage.weights.forget_velocities()
         if len(self._stages) == 1:
             self._twin.state = self._stages[0].optimizer.state
         else:
@@ -233,7 +233,7 @@ class JointOptimizer:
         lay_state(self._twin.state, self._twin.param_groups)
         self._known = self._seen()
         for bundle in (self._weights, *(group["params"] for group in self._twin.param_groups)):
-            bundle.velocities = None
+            bundle.forget_velocities()
 
     def _groups(self, options: Sequence[Options]) -> list[Group]:
         pairs = [

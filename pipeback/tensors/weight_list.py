@@ -58,6 +58,10 @@ class WeightList(list[Tensor]):
         self.velocities = self._ones = self._factor = self._chosen = self.strip = self._flat = None
         self._runs, self._rooms = {}, {}
 
+    def forget_velocities(self) -> None:
+        """Forget the momentum buffers, also those of some of the weights, since the optimizer may have others now."""
+        self.velocities = self._chosen = None
+
     def only(self, numbers: Sequence[int]) -> WeightList:
         """Return the weights of these numbers; always the same list for the same numbers."""
         if self._chosen is None or self._chosen[0] != tuple(numbers):

@@ -67,6 +67,25 @@ def test_every_kind(case, kind, leapt):
     agree(case, KINDS[kind], leapt)
 
 
+@pytest.mark.parametrize("kind", ["fused", "one by one"])
+@pytest.mark.parametrize("case", ["pb", "sc", "cerebras", "lwp-weight+sc"])
+def test_the_pipeline_is_drained_and_filled_again(case, kind, leapt):
+    """Then stages step one by one now and then, with the momentum that ticks have left."""
+    found = []
+    for on in (False, True):
+        pipe = pipeback.Pipeline(
+            model(), loss=mse_loss, optimizer=KINDS[kind], method=CASES[case](S), micro_batch_size=3, vectorize=on
+        )
+        some = iter(doubles(60))
+        for count in (1, 18, 8, 20):
+            for _ in range(count):
+                pipe.push(*next(some))
+            pipe.drain()
+        found.append(pipe.model.state_dict().values())
+    same(*found)
+    assert sum(leapt) > 10
+
+
 @pytest.mark.parametrize("case", ["pb", "lwp-weight"])
 def test_nesterov_with_bounds_on_gradients(case, leapt):
     agree(case, KINDS["nesterov"], leapt, clip_norm=pipeback.Clipping(0.02, value=0.004))

@@ -129,7 +129,7 @@ class Rows:
                 self._first_rows = rows[0] if not m else self._first_rows
             self._kept = kept
             for stage in self.stages:
-                stage.weights.velocities = None
+                stage.weights.forget_velocities()
         return self._kept
 
 
