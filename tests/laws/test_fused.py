@@ -190,3 +190,26 @@ def test_what_the_kernel_alone_does_not_know(change):
     assert fused_sgd(group) and not fused_sgd({**group, **change})
     assert not fused_sgd({**group, "params": [torch.zeros(2), torch.zeros(2, dtype=torch.float64)]})
     assert not fused_sgd({**group, "lr": torch.tensor(0.1)})
+
+
+@pytest.mark.parametrize("change", ["cleared", "replaced"])
+@pytest.mark.parametrize("case", ["pb", "sc", "cerebras"])
+def test_the_state_of_an_optimizer_is_another_one(case, change):
+    """The step goes on with the velocities that are there now."""
+    found = []
+    for how in ({}, {"fused": True}):
+        build = partial(torch.optim.SGD, lr=0.02, momentum=0.9, **how)
+        pipe = pipeline(build, CASES[case](4), network(4, dtype=torch.float64))
+        for n, (x, y) in enumerate(data(30, dtype=torch.float64)):
+            pipe.push(x, y)
+            if n == 15:
+                pipe.wait()
+                for optimizer in pipe.optimizers:
+                    if change == "cleared":
+                        optimizer.state.clear()
+                        continue
+                    for entry in optimizer.state.values():
+                        entry["momentum_buffer"] = entry["momentum_buffer"] / 2
+        pipe.drain()
+        found.append(weights(pipe))
+    torch.testing.assert_close(*found, rtol=1e-12, atol=1e-12)
