@@ -136,7 +136,8 @@ class TickLoop(EventLoop):
         loop = self.loop
         # if the last push was waited for, this one will be: then its first forwards may as well go on to the last stage
         few = len(batches) <= FEW and loop.worker.residence.joins  # weights in a store would come for each of them
-        loop.order.in_turn, loop.awaited = loop.awaited and few, False
+        loop.order.in_turn = loop.order.apart = loop.awaited and few
+        loop.awaited = False
         try:
             self.loop.push(batches, options)
         except Dropped:

@@ -60,7 +60,7 @@ class Order:
         self.leap: Callable[[Span], int] | None = None
         self.landed: Callable[[], None] = lambda: None
         self.by_group = by_group
-        self.in_turn = False
+        self.in_turn = self.apart = False  # apart: whether forwards of few micro-batches may be waves of their own then
         self.restart(schedule)
 
     def restart(self, schedule: Schedule) -> None:
@@ -291,7 +291,7 @@ class Order:
                     foreseen = following(span, self.forwards, self.backwards, self.backwards, self.arrived - self.start)
                     continue
                 if isinstance(span, TurnSpan):  # then by ticks
-                    self.in_turn, alone = False, span.ticks < MANY
+                    self.in_turn, alone = False, self.apart and span.ticks < MANY
                     continue
             if any(self._leapt) and (more := self.turns(self.arrived + 1)) and more.ticks == 1:
                 return  # nothing is left to do, and what leaps goes on with the next micro-batch
