@@ -46,7 +46,14 @@ class Simulated(Accelerator):
         return "sim"
 
 
-def fit(where: list[str], method: str, resumed: str = "", draws: bool = True, **options: Any) -> dict[str, Tensor]:
+def accelerator(device: str) -> str | Accelerator:
+    kind = torch.device(device).type
+    return {"cpu": "cpu", "cuda": "gpu"}.get(kind) or Simulated()
+
+
+def fit(
+    where: list[str], method: str, resumed: str = "", draws: bool = True, precision: str = "32-true", **options: Any
+) -> dict[str, Tensor]:
     """Losses and weights of a fit with a validation. resumed: the device on which a checkpoint in flight goes on."""
 
     def trained(where: list[str], folder: str, steps: int, checkpoint: str | None) -> dict[str, Tensor]:
@@ -54,7 +61,7 @@ def fit(where: list[str], method: str, resumed: str = "", draws: bool = True, **
         module = Regression(dropout_network() if draws else None)
         runs = trainer(
             strategy(method, **grouped(options)), folder, max_steps=steps, limit_val_batches=2,
-            accelerator="cpu" if where == ["cpu"] else Simulated(),
+            accelerator=accelerator(where[0]), precision=precision,
         )  # fmt: skip
         runs.fit(module, loader(samples=4), loader(4, seed=2), ckpt_path=checkpoint)
         found = {f"{name} at {steps}": value.detach().cpu() for name, value in module.state_dict().items()}
