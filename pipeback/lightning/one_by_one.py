@@ -40,11 +40,11 @@ def why(
 ) -> str | None:
     """Return why the stages of this fit run one by one whatever was asked for, and what to do; None: they need not.
 
-    Raises ValueError where the user has asked for `vectorize=True`.
+    Raises ValueError where the user has asked for `vectorize=True` or `"cuda_graph"`.
     """
     reason = _reason(options, trainer, module, plugin, found, ranks) if options.vectorize else None
-    if reason is not None and options.vectorize is True:
-        raise ValueError(f'vectorize=True: {reason}, or vectorize="auto"')
+    if reason is not None and options.vectorize != "auto":
+        raise ValueError(f'vectorize={options.vectorize!r}: {reason}, or vectorize="auto"')
     return reason
 
 
@@ -56,6 +56,9 @@ def _reason(
     found: TrainedModule,
     ranks: int,
 ) -> str | None:
+    kind = trainer.strategy.root_device.type
+    if options.vectorize == "cuda_graph" and kind != "cuda":
+        return f'CUDA graphs need a GPU, but this fit is on {kind}; use Trainer(accelerator="gpu")'
     for name, value, plain in (
         ("devices", ranks, 1),
         ("workers", options.threads, None),

@@ -53,7 +53,7 @@ TRAINER = {  # arguments of a Pipeline that a Trainer decides
 }
 NEVER = 2**62  # micro-batches between commits
 DRAIN = ("end", "validation")
-VECTORIZE = (True, False, "auto")
+VECTORIZE = (True, False, "auto", "cuda_graph")
 ONE = "pipeback trains with one optimizer: return one, with several parameter groups if learning rates differ"
 
 
@@ -75,7 +75,7 @@ def options(method: str | Method | None, drain: str, vectorize: bool | str) -> N
     if not isinstance(method, (str, Method, type(None))):
         raise TypeError(f"method must be a name, a pipeback.Method or None, but is {type(method).__name__}")
     if not isinstance(vectorize, bool | str) or vectorize not in VECTORIZE:
-        raise ValueError(f'vectorize must be True, False or "auto", but is {vectorize!r}')
+        raise ValueError(f'vectorize must be True, False, "auto" or "cuda_graph", but is {vectorize!r}')
     if drain not in DRAIN:
         raise ValueError(f"drain must be one of {', '.join(DRAIN)}, but is {drain!r}")
 

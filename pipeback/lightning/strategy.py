@@ -73,8 +73,8 @@ class PipelineStrategy(Place):
     activations       what F leaves for B: "device", "recompute" or "host", or a list with one per stage, or a dict
     plan              with a store, log what training will hold, move and wait for, before the first micro-batch
     launcher          what starts several processes, if not torchrun or SLURM: "auto", "spawn", "fork" or "script"
-    vectorize         stages that are alike run as one: "auto", where that is faster; True, wherever it can be. Results
-                      differ in rounding, `vectorized` tells which do
+    vectorize         stages that are alike run as one: "auto", where that is faster; True, wherever it can be;
+                      "cuda_graph", also as CUDA graphs. Results differ in rounding; `vectorized` tells which do
     tensor_parallel   devices that compute each stage together, each with its shard of the weights; or a
                       `pipeback.TensorParallel`, whose plan has the paths of the module that is trained
 

@@ -357,7 +357,9 @@ def test_a_loss_that_depends_on_nothing():
 
 
 def test_the_option():
-    with pytest.raises(ValueError, match=r'vectorize must be True, False or "auto", but is 3'):
+    with pytest.raises(ValueError, match='CUDA graphs need a GPU, but this fit is on cpu; use .*, or vectorize="auto"'):
+        fitted("pb", "cuda_graph")
+    with pytest.raises(ValueError, match=r'vectorize must be True, False, "auto" or "cuda_graph", but is 3'):
         strategy(vectorize=3)
     with warnings.catch_warnings():
         assert copy.copy(strategy(vectorize="auto").options).vectorize == "auto"
