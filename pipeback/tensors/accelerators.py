@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -75,6 +76,27 @@ def read(plain: Iterable[Sequence[str]]) -> Autocast:
 
 
 # -- streams -----------------------------------------------------------------------------------------------------------
+
+
+# who multiplies float32 numbers on each type of device, and may be told to round factors to fewer bits (TF32, bfloat16)
+_MULTIPLIERS: dict[str, tuple[Any, ...]] = {
+    "cpu": attrgetter("matmul", "conv", "rnn")(torch.backends.mkldnn),
+    "cuda": (torch.backends.cuda.matmul, *attrgetter("conv", "rnn")(torch.backends.cudnn)),
+}
+
+
+@contextmanager
+def full_precision(device: torch.device) -> Iterator[None]:
+    """Within this context no product of float32 numbers rounds its factors; a GPU's convolutions do by default."""
+    every = [(one, one.fp32_precision) for one in _MULTIPLIERS.get(device.type, ())]
+    short = [(one, value) for one, value in every if value not in ("none", "ieee")]
+    for one, _ in short:
+        one.fp32_precision = "ieee"
+    try:
+        yield
+    finally:
+        for one, value in short:
+            one.fp32_precision = value
 
 
 @cache

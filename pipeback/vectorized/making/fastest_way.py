@@ -1,7 +1,7 @@
 """Fastest way: tries how the convolutions of stages that run as one are computed fastest, and takes that.
 
-By the library's kernels, on weights as they lie in memory or, in a single stage, with channels last; or, of one sample,
-as products of matrices (`convolutions`). What is fastest depends on sizes and processor.
+By the library's kernels, on weights as they lie in memory or, in a single stage on the CPU, with channels last; or, of
+one sample, as products of matrices (`convolutions`). What is fastest depends on sizes and processor.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from pipeback.stages.stage import Stage
+from pipeback.tensors.accelerators import away
 from pipeback.vectorized.buffers.ring_buffers import RingBuffers
 from pipeback.vectorized.making.timing import channels_last, seconds, trial
 from pipeback.vectorized.making.verify import verified
@@ -61,7 +62,7 @@ def ways(
     found = [Tried(Way(), rings, calls[0])]
     if recompute or not _convolves(rings.written) or torch.are_deterministic_algorithms_enabled():
         return found
-    if rows == 1:
+    if rows == 1 and not away(rings.device):  # a GPU's group norm takes no channels last
         call = trial(rings.written, weights, kind, rings.device, rows=rows, change=channels_last)
         found.append(Tried(Way(last=True), rings, call))
     if all(shape[:1] == (1,) for shape, _ in kind.inputs) and all(w.is_contiguous() for w in weights):

@@ -114,8 +114,11 @@ class GraphMaker:
         return [a if floating(a.dtype) else v for a, v in zip(made, given, strict=True)]
 
     def lying(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return inputs or gradients of a single stage as its kernels read them fastest from memory."""
-        return [channels_last(t) for t in tensors] if self.way.last else list(tensors)
+        """Return inputs or gradients of a single stage as its kernels read them fastest from memory.
+
+        Graphs are traced and checked for tensors that lie so. Of others, a GPU's group norm, for one, takes none.
+        """
+        return [channels_last(t) if self.way.last else t.contiguous() for t in tensors]
 
     def sizes(self, rings: Waiting) -> Sizes | None:
         """Return graphs for fewer rows; None if there are none."""

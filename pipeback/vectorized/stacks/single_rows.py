@@ -46,7 +46,7 @@ class SingleRows:
         sizes = self._sizes[rings]
         assert sizes is not None
         graphs, _ = sizes.at(1)
-        found = graphs.forward(*self._weights(r), *(x[None] for x in xs))
+        found = graphs.forward(*self._weights(r), *(x[None].contiguous() for x in xs))
         rings.put_of((r, r + 1), i + self._places[r], found[graphs.outputs :])
         return [y[0] for y in found[: graphs.outputs]]
 
@@ -71,7 +71,8 @@ class SingleRows:
         graphs, _ = sizes.at(1)
         saved = rings.left_of((r, r + 1), sizes.saved(1), i - self._places[r])
         found = [
-            None if g is None else g[0] for g in graphs.backward(*saved, *graphs.made(*weights), *(g[None] for g in gs))
+            None if g is None else g[0]
+            for g in graphs.backward(*saved, *graphs.made(*weights), *(g[None].contiguous() for g in gs))
         ]
         return found[: len(weights)], found[len(weights) :]
 

@@ -284,7 +284,7 @@ class Stack:
     def entered(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """Return the inputs of a single stage as its graphs take them."""
         if not self.first:  # tensors of the user's, who may write into them
-            xs = [x.clone() for x in xs]
+            xs = [x.clone(memory_format=torch.contiguous_format) for x in xs]
         return self.maker.lying(xs)
 
     # -- F and B -------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ class Stack:
         if self.alone:
             return values[0]
         if len(some) == len(self.stages):
-            return torch.stack(list(values))
+            return torch.stack(list(values)).contiguous()
         whole = values[0].new_zeros(len(self.stages), *values[0].shape)
         for (r, _), value in zip(some, values, strict=True):
             whole[r] = value

@@ -76,7 +76,7 @@ def joined(pieces: Sequence[Piece], parts: Parts) -> list[Tensor]:
         for (*_, rows, lifts), t in zip(pieces, tensors, strict=True):
             t = t if rows is None else t[rows]
             some.append(t[None] if lifts else t)
-        found.append(some[0] if len(some) == 1 else torch.cat(some))
+        found.append(some[0].contiguous() if len(some) == 1 else torch.cat(some).contiguous())
     return found
 
 
