@@ -44,6 +44,7 @@ from pipeback.recipes.provenance import command, heading, provenance
 from pipeback.splitting.split import split_model
 
 METHODS = ("pb", "pipedream", "cerebras")
+TURNS = 5  # of cutting and of a pass, in the census
 QUICK = ("resnet18", "seq2seq", "unet", "gpt2")
 HEADS = ("model", "parameters", "rung", "one stage per", "stages", "sgd − plain", *METHODS)
 
@@ -116,14 +117,19 @@ def trained(case: Case, method: str, options: dict[str, Any], count: int, lr: fl
 
 
 def passes(case: Case, options: dict[str, Any]) -> float:
-    """Return the CPU time of cutting a model, in forward-and-backward passes of it."""
+    """Return the CPU time of cutting a model, in forward-and-backward passes of it: of medians of turns.
+
+    A single one of either may take twice its time, depending on what is in the caches and on other load.
+    """
     model = copy.deepcopy(case.model)
     x, y = batches(case, 1)[0]
+    splitting: pipeback.Splitting = options["stages"]
+    cut = lambda: split_model(model, splitting.stages, x, splitting.leaves, splitting.balance)  # noqa: E731
     one = lambda: case.loss(called(model, x), y).backward()  # noqa: E731
     one()  # the overhead of the first call does not count
-    splitting: pipeback.Splitting = options["stages"]
-    cutting = _took(lambda: split_model(model, splitting.stages, x, splitting.leaves, splitting.balance))
-    return cutting / median(_took(one) for _ in range(3))
+    turns = [(_took(cut), _took(one)) for _ in range(TURNS)]
+    cutting, passing = (median(times) for times in zip(*turns, strict=True))
+    return cutting / passing
 
 
 def _took(do: Callable[[], Any]) -> float:
