@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -16,7 +17,9 @@ from torch import Tensor
 
 from pipeback.private import FakeTensor
 
-_cond = torch.cond
+_cond: Any = torch.cond
+_code = _cond.__code__
+_compiling = FunctionType(_code, _cond.__globals__, "cond", _cond.__defaults__)  # torch's own, whatever code it has
 _here = threading.local()  # the contexts of this thread
 _lock = threading.Lock()
 _contexts = 0  # of all threads
@@ -33,7 +36,7 @@ def branches_taken(refused: Callable[[], ValueError | None] = lambda: None) -> I
     around = _here.__dict__.setdefault("around", [])
     with _lock:
         _contexts += 1
-        torch.cond = _taken
+        _cond.__code__ = _redirected.__code__  # the function stays, for modules that have imported it by name
     around.append(refused)
     try:
         yield
@@ -42,13 +45,20 @@ def branches_taken(refused: Callable[[], ValueError | None] = lambda: None) -> I
         with _lock:
             _contexts -= 1
             if not _contexts:
-                torch.cond = _cond
+                _cond.__code__ = _code
 
 
-def _taken(pred: Any, true_fn: Any, false_fn: Any, operands: tuple[Any, ...] | list[Any] = ()) -> Any:
+def _redirected(pred: Any, true_fn: Any, false_fn: Any, operands: tuple[Any, ...] | list[Any] = ()) -> Any:
+    from pipeback.splitting.conditionals import taken  # it runs as code of torch's, which has no names of this file
+
+    return taken(pred, true_fn, false_fn, operands)
+
+
+def taken(pred: Any, true_fn: Any, false_fn: Any, operands: tuple[Any, ...] | list[Any]) -> Any:
+    """Run one of the branches of torch.cond, or torch's own where this thread does not watch."""
     around = _here.__dict__.get("around")
     if not around or (isinstance(pred, Tensor) and pred.numel() != 1):
-        return _cond(pred, true_fn, false_fn, operands)  # or its own error
+        return _compiling(pred, true_fn, false_fn, operands)  # or its own error
     if (error := around[-1]()) is not None:
         raise error
     return (true_fn if isinstance(pred, FakeTensor) or pred else false_fn)(*operands)
