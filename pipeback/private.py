@@ -11,6 +11,7 @@
 * `newness`, `holds`: when the node of a graph was made, and whether it still has what it had saved; autograd goes from
   the newest to the oldest, and what it has passed lets go.
 * `casts_anywhere`: whether this thread is inside `torch.autocast` for any type of device, in one call.
+* `parametrized_once`: whether `parametrize.cached` keeps what parametrizations compute.
 * `in_backward`: whether autograd asks for a saved tensor, and not somebody who looks in.
 * `run_backward`: what torch.autograd.backward calls, without its checks in Python of every root; the engine checks
   them, too.
@@ -200,6 +201,11 @@ def holds(node: Any) -> bool:
 def in_backward() -> bool:
     with needing("torch._C._current_graph_task_id"):
         return torch._C._current_graph_task_id() >= 0
+
+
+def parametrized_once() -> bool:
+    with needing("torch.nn.utils.parametrize._cache_enabled"):
+        return bool(nn.utils.parametrize._cache_enabled)
 
 
 def casts_anywhere() -> bool:

@@ -143,6 +143,13 @@ def test_what_autograd_has_passed():
     assert private.holds(older.grad_fn) and not private.holds(newer.grad_fn)
 
 
+def test_parametrizations_that_are_cached():
+    assert not private.parametrized_once()
+    with torch.nn.utils.parametrize.cached():
+        assert private.parametrized_once()
+    assert not private.parametrized_once()
+
+
 def test_autocast_is_seen_in_one_call():
     assert not private.casts_anywhere()
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from pipeback.private import handles, listened
+from pipeback.private import handles, listened, parametrized_once
 from pipeback.splitting.module_hooks import Around
 from pipeback.stages.stage import Stage
 from pipeback.stages.tracing_lock import TRACING
@@ -52,10 +52,15 @@ class ModelCheck:
         self._trained = [id(p) in trained for p in self._weights]
 
     def check(self) -> None:
-        """Raise RuntimeError if a module or a weight was replaced, or lies elsewhere in memory.
+        """Raise RuntimeError if a module or a weight was replaced, or lies elsewhere in memory, or is computed once.
 
         To be fast, each call looks at the memory of one weight of every stage, in turn.
         """
+        if parametrized_once():
+            raise RuntimeError(
+                "torch.nn.utils.parametrize.cached() keeps weights that are computed of others, and micro-batches "
+                "would go on with them after an update; push outside of that context"
+            )
         n = self.modules.changed()
         if n is not None:
             raise RuntimeError(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -29,6 +30,15 @@ class Stepped(nn.Module):
 def followed(between: Callable[[Any], Any], *leaves: str) -> Callable[[], Any]:
     splitting = pipeback.Splitting("layer", leaves=leaves)
     return lambda: trains(model=Stepped(between), stages=splitting, example=BATCH)
+
+
+def once(cached: bool) -> Callable[[], Any]:
+    def pushed() -> None:
+        model = nn.Sequential(*[nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)) for _ in range(3)])
+        with nn.utils.parametrize.cached() if cached else nullcontext():
+            trains(model=model)
+
+    return pushed
 
 
 def down(x: Any) -> Any:
@@ -249,6 +259,10 @@ ROWS: dict[str, Row] = {
         followed(lambda x: x * random.random()),
         "Stepped.forward computes by random numbers of Python or numpy, as layer drop may do.*switch that off, or keep",
         lambda: [followed(lambda x: x)(), followed(lambda x: x * random.random(), "")()],
+    ),
+    "parametrizations that are computed once": Row(
+        once(True), r"parametrize.cached\(\) keeps weights that are computed of others.*push outside of that context",
+        once(False),
     ),
     "a tensor from elsewhere": Row(
         followed(lambda x: x + torch.Tensor([1.0] * 6)),
