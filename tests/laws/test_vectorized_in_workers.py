@@ -83,3 +83,35 @@ def test_a_state_in_flight_goes_on_in_as_many_workers(case, monkeypatch):
     pushed(other)
     for each in (pipe, again, other, drained):
         each.close()
+
+
+def hooked():
+    """The last stage runs by itself, since it is listened to."""
+    found = model()
+    found[-1].register_forward_hook(lambda *_: None)
+    return found
+
+
+@pytest.mark.parametrize("case", ["pipedream-vertical", "spectrain-v2"])
+@pytest.mark.parametrize("build", [model, hooked])
+def test_single_micro_batches_after_a_state(case, build):
+    """A worker counts what the first stage has done in ticks of which it has a part only, or none."""
+
+    def losses(**options):
+        pipe = pipeline(build(), CASES[case](S), "momentum", micro_batch_size=3, **options)
+        xs, ys = map(torch.cat, zip(*doubles(50), strict=True))
+        found, entered, at = [], [], 0
+        for count in (18, 1, 1, 9, 12, 1, 8):
+            found.append(pipe.push(xs[at : at + 3 * count], ys[at : at + 3 * count]))
+            at += 3 * count
+            pipe.state_dict()
+            entered.append({loop.worker.entered for loop in pipe._engine.loops})
+        pipe.drain()
+        after = weights(pipe)
+        pipe.close()
+        return entered, (torch.stack(found), after)
+
+    entered, found = losses(vectorize=True, workers=2)
+    wanted_entered, wanted = losses()
+    assert entered == wanted_entered
+    same(found, wanted)

@@ -163,6 +163,7 @@ class SteadyRun:
         if not self.see():
             return
         if not mine and span.ticks == 1:  # a tick of other workers
+            self._count(span.stages)
             done.append(None)
             return
         if len(mine) < turn.size:
@@ -171,9 +172,7 @@ class SteadyRun:
             if not ready or compiled is not None or not all(part.able for part in parts):
                 return
             self._tick(turn, parts, mine)
-            for s in mine:
-                self.f[s] += 1
-                self.b[s] += 1
+            self._count(span.stages)
             self._even = False
             done.append(None)
             return
@@ -185,8 +184,16 @@ class SteadyRun:
                 turn.fuse(compiled(turn.moving, turn.judge, turn.steps))
             self._tick(turn, turn.whole, every)
             turn.rounds += 1
+            if span.ticks == 1:  # perhaps not of all stages of other workers
+                self._count([s for s in every[self.turns.index(turn) :: self.count] if s not in span.stages], -1)
             done.append(None)
             turn = self.turns[(self.turns.index(turn) + 1) % self.count]
+
+    def _count(self, stages: Sequence[int], rounds: int = 1) -> None:
+        """Count rounds of some stages beside those of a turn, also of other workers, whose versions are asked for."""
+        for s in stages:
+            self.f[s] += rounds
+            self.b[s] += rounds
 
     def _mine(self, stages: range) -> range:
         """Return those of these stages that are the worker's own."""
