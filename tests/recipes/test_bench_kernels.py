@@ -22,7 +22,7 @@ def test_what_is_a_product_an_update_or_something_else():
     assert told(lambda: a @ a).products > 0 == told(lambda: a @ a).update
     for work in (lambda: torch.conv2d(image, weight), lambda: torch.bmm(a[None], a[None])):
         some = told(work)
-        assert some.products > some.others
+        assert some.products > 0 == some.update
     some = told(lambda: torch._foreach_mul_([a.clone()], 2.0))
     assert some.update > 0 == some.products
     some = told(lambda: torch.layer_norm(a, (64,)), lambda: a.relu())
