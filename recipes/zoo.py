@@ -119,7 +119,7 @@ def trained(case: Case, method: str, options: dict[str, Any], count: int, lr: fl
 def passes(case: Case, options: dict[str, Any]) -> float:
     """Return the CPU time of cutting a model, in forward-and-backward passes of it: of medians of turns.
 
-    A single one of either may take twice its time, depending on what is in the caches and on other load.
+    How long a single one of either takes depends on what is in the caches, and on other load.
     """
     model = copy.deepcopy(case.model)
     x, y = batches(case, 1)[0]

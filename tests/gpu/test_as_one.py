@@ -40,7 +40,7 @@ def pushed(case, optimizer, build=model, pushes=(40, 1, 1, 18), clip=None, **opt
     return torch.stack(losses), weights(pipe).cpu()
 
 
-@pytest.mark.parametrize(("case", "optimizer"), [way for way in WAYS if way[0] in CASES])
+@pytest.mark.parametrize(("case", "optimizer"), WAYS)
 @pytest.mark.parametrize("vectorize", [True, "cuda_graph"])
 def test_methods(case, optimizer, vectorize):
     if not allowed(case, optimizer):
