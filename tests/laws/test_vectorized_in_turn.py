@@ -8,12 +8,12 @@ from torch.nn.functional import mse_loss
 
 import pipeback
 from tests.helpers.choice import mostly_rare
-from tests.laws.as_one import LEAP, SEVERAL, S, block, doubles, model, pipelines, same
+from tests.laws.as_one import LEAP, S, block, doubles, model, pipelines, same
 from tests.laws.cases import CASES, OPTIMIZERS, everything
 from tests.laws.test_vectorized_short_pushes import read, unlike
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
-EVERY = sorted(set(LEAP) - set(SEVERAL))
+EVERY = sorted(LEAP)
 ONES = (30, *[1] * 25, 2, 3, 9, 1, 1)
 
 
@@ -24,14 +24,21 @@ def headless():
 
 
 @pytest.mark.parametrize("build", [model, unlike], ids=["alike", "unlike"])
-@pytest.mark.parametrize("case", mostly_rare(EVERY, "pb", "cerebras", "pipedream", "pb-slack1", "gap_aware"))
+@pytest.mark.parametrize(
+    "case",
+    mostly_rare(EVERY, "pb", "cerebras", "pipedream", "pb-slack1", "gap_aware", "pipemare-t3", "pipedream-vertical"),
+)
 def test_each_loss_is_awaited(case, build, turned):
     one, other = pipelines(case, build=build)
     same(read(other, ONES), read(one, ONES))
     assert sum(turned) == 25 + 2 + 3 + 2
 
 
-@pytest.mark.parametrize(("case", "optimizer"), [("pb", "adamw"), ("cerebras", "momentum")])
+@pytest.mark.parametrize(
+    ("case", "optimizer"), [
+        ("pb", "adamw"), ("cerebras", "momentum"), ("pipemare-t3", "momentum"), ("pipedream-vertical", "momentum"),
+    ],
+)  # fmt: skip
 def test_states_in_flight_and_rates_that_change(case, optimizer, turned):
     """A pipeline that goes on with a state gives the same bits."""
     found = []
@@ -92,9 +99,10 @@ def test_single_samples_of_weights_that_decay(decay, ones, turned, leapt):
     assert sum(turned if ones else leapt) > 60
 
 
-def test_the_ledger(turned):
+@pytest.mark.parametrize("case", ["pipedream", "pipedream-vertical", "pipemare-t3"])
+def test_the_ledger(case, turned):
     """A stage has done the same in the same order."""
-    one, other = pipelines("pipedream")
+    one, other = pipelines(case)
     for pipe in (one, other):
         read(pipe, ONES)
     assert turned and sorted(one.ledger) == sorted(other.ledger)
@@ -118,7 +126,7 @@ def test_a_loss_that_is_no_graph(turned):
     assert sum(turned) > 20
 
 
-@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "pb-slack1"])
+@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "pb-slack1", "pipemare-t3", "pipedream-vertical"])
 def test_other_forms_of_micro_batches(case, turned):
     """A smaller one goes another way, and the next ones in turn again."""
     found = []

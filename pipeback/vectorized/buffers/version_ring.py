@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pipeback.stages.stage import Stage
-from pipeback.vectorized.buffers.waiting import Waiting
+from pipeback.vectorized.buffers.waiting import Turns, Waiting
 from pipeback.vectorized.steps.rows import Rows
 
 
@@ -65,24 +65,28 @@ class VersionRing:
 
     def fore(self, f: int, rows: tuple[int, int] | None = None) -> list[Tensor]:
         """Keep the newest weights; return all weights on which F runs. rows: as `WeightRing.keep`."""
-        first, some = self._some(rows)
-        each = [(stage, f - self.like.at[first + n]) for n, stage in enumerate(some)]
-        lines = self._lines([self.entered.newest(stage, i) for stage, i in each], first)
+        return self.fore_of([(r, f - self.like.at[r]) for r in self._some(rows)], rows)
+
+    def fore_of(self, turns: Turns, rows: tuple[int, int] | None = None) -> list[Tensor]:
+        """As `fore`, for F of these (row, micro-batch), one of each row."""
+        first, stages = turns[0][0], self.rows.stages
+        lines = self._lines([self.entered.newest(stages[r], i) for r, i in turns], first)
         for flat, w in zip(self._flat, self.rows.stepped, strict=True):
             mine = w if rows is None else w[slice(*rows)]
-            flat.index_copy_(0, lines, mine.reshape(len(some), -1))
-        return self._at(each, first, rows)
+            flat.index_copy_(0, lines, mine.reshape(len(turns), -1))
+        return self.used_of(turns, rows)
 
     def used(self, b: int, rows: tuple[int, int] | None = None) -> list[Tensor]:
         """Return all weights for B, as F used them."""
-        first, some = self._some(rows)
-        return self._at([(stage, b + self.like.at[first + n]) for n, stage in enumerate(some)], first, rows)
+        return self.used_of([(r, b + self.like.at[r]) for r in self._some(rows)], rows)
 
-    def _some(self, rows: tuple[int, int] | None) -> tuple[int, list[Stage]]:
-        return (0, self.rows.stages) if rows is None else (rows[0], self.rows.stages[slice(*rows)])
+    def _some(self, rows: tuple[int, int] | None) -> range:
+        return range(len(self.rows.stages)) if rows is None else range(*rows)
 
-    def _at(self, each: Sequence[tuple[Stage, int]], first: int, rows: tuple[int, int] | None) -> list[Tensor]:
-        lines = self._lines([self.entered.entry(stage, i) for stage, i in each], first)
+    def used_of(self, turns: Turns, rows: tuple[int, int] | None = None) -> list[Tensor]:
+        """Return all weights of these (row, micro-batch), one of each row, as F uses them."""
+        stages = self.rows.stages
+        lines = self._lines([self.entered.entry(stages[r], i) for r, i in turns], turns[0][0])
         whole = self.rows.weights
         found: list[Any] = list(whole if rows is None else [w[slice(*rows)] for w in whole])
         for n, flat in zip(self.rows.trained, self._flat, strict=True):

@@ -65,8 +65,14 @@ class StackInTurn:
         self.one.stash.keep_of(self._of_f(i), shifted)
 
     def _used(self, i: int) -> list[Tensor]:
-        assert self.one.stash is not None
-        return self.one.stash.used_of(self._of_b(i))
+        ring = self.one.stash or self.one.versions
+        assert ring is not None
+        return ring.used_of(self._of_b(i))
+
+    def _older(self, i: int) -> list[Tensor]:
+        """Return the weights on which F of micro-batch i runs, where they are not the newest."""
+        assert self.one.versions is not None
+        return self.one.versions.fore_of(self._of_f(i))
 
     def begin(self, i: int, step: AnyStep) -> None:
         """Begin the turn of micro-batch i."""
@@ -113,6 +119,8 @@ class StackInTurn:
         numbers, self.gxs = self.stack.numbers, deque()
         if self.one.stash is not None:
             self._room = self._room._replace(keep=self._keep, used=self._used)
+        if self.one.versions is not None:
+            self._room = self._room._replace(used=self._used, fore=self._older)
         targets = [s - 1 if s and s - 1 in where else None for s in numbers]
         for n in range(max([b[s] - b[s - 1] for s in numbers if s], default=0)):
             rows = [None if t is None else leaves(box.pop(("B", t, b[t] + n))) for t in targets]

@@ -57,6 +57,7 @@ class InTurnRun:
             else:
                 worker.link.send("F", last, i, self.given)
         if judge is None:
+            run.enter([(last, i)])
             worker.forward([(last, i)])
         self._begun = i, left
         return True
@@ -77,5 +78,7 @@ class InTurnRun:
                 worker.link.send("B", last - 1, i, gx)
         if judge is None:
             worker.backward([(last, i)])
-            worker.update([(last, i)])
+            if run.groups is None:
+                worker.update([(last, i)])
+        run.update_groups(turn, range(worker.count))
         turn.rounds += 1

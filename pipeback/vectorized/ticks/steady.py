@@ -19,6 +19,7 @@ from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, TurnSpan
 from pipeback.stages.tracing_lock import TRACING
 from pipeback.tensors.copies import to_device
+from pipeback.vectorized.buffers.version_ring import EntryVersions
 from pipeback.vectorized.buffers.waiting import Waiting
 from pipeback.vectorized.making.bounded_cache import BoundedCache
 from pipeback.vectorized.making.graph_maker import Compile
@@ -118,7 +119,7 @@ class Steady:
         if self.begun:
             return True
         alone = len(self.worker.stages) == self.worker.count
-        if not self.turns or self.plain or not alone or self.stacks[0].maker.fuse is not None:
+        if not self.turns or not alone or self.stacks[0].maker.fuse is not None:
             return False
         return self._going(order, in_turn=True) is not None
 
@@ -154,7 +155,7 @@ class Steady:
             run.finish()
 
     def _begin(self, order: Order, *, in_turn: bool) -> SteadyRun | None:
-        ready = self._ready()
+        ready, worker = self._ready(), self.worker
         if ready is None:
             return None
         forwards = [order.start + i for i in order.forwards]
@@ -163,7 +164,8 @@ class Steady:
         if in_turn and line is None:
             return None
         groups, turns = self._by_group(order.start) if self.every > 1 else None, 1 if in_turn else self.turns
-        run = SteadyRun(self.worker, self.judged, self._asked, *ready, turns, forwards, backwards, groups, line)
+        entered = EntryVersions(worker.start, worker.base, 3 - self.turns) if worker.method.needs_entry else None
+        run = SteadyRun(worker, self.judged, self._asked, *ready, turns, forwards, backwards, groups, entered, line)
         judge, self._undecided, key = None, False, tuple(one.rings for one in ready[0])
         x = self.worker.link.box.get(("F", self.last.index, forwards[-1]), self._given.get(key))
         if self._may_judge and not self.plain:

@@ -17,6 +17,7 @@ from torch import Tensor
 from pipeback.counts import numbered
 from pipeback.errors import StageError
 from pipeback.runtime.worker import Worker
+from pipeback.schedules.order import Ops
 from pipeback.schedules.spans import TickSpan
 from pipeback.stages.joint_optimizer import Options
 from pipeback.tensors.copies import to_device
@@ -59,10 +60,11 @@ class SteadyRun:
         f: Sequence[int],
         b: Sequence[int],
         groups: UpdatesByGroup | None = None,
+        entered: EntryVersions | None = None,
         line: InTurn | None = None,
     ) -> None:
-        """groups: None: every round has an update, which is part of its tick. line: lets micro-batches take turns; then
-        turns = 1.
+        """groups: None: every round has an update, which is part of its tick. entered: None: every F runs on the newest
+        weights. line: lets micro-batches take turns; then turns = 1.
         """
         self.worker, self.judged, self.asked, self.moving, self.where = worker, judged, asked, list(moving), where
         self.count, self.joint, self.groups = turns, JointStep(), groups
@@ -70,7 +72,7 @@ class SteadyRun:
         self.line = line
         # of each stage, the next micro-batches; to these come the rounds of its turn
         self.f, self.b = list(f), list(b)
-        self.entered = EntryVersions(worker.start, worker.base, 3 - turns) if worker.method.needs_entry else None
+        self.entered = entered
         self._began = list(f), list(b)
         self.turns: list[Turn] = []  # of the even stages, and of the odd ones
         self.judge: Judge | None = None
@@ -253,8 +255,7 @@ class SteadyRun:
         if worker.began is not None:
             worker.began(("F", stages[0], f[stages[0]] + k))
         if others:
-            if self.entered is not None:
-                worker.entries |= {f[s] + k: self.entered.entry(worker.stages[s], f[s] + k) for s in others}
+            self.enter([(s, f[s] + k) for s in others])
             worker.forward([(s, f[s] + k) for s in others])
         come = [(kind, s) for _, kind, s in turn.entering if s in stages]
         messages = {s: link.recv("F", s, f[s] + k) for kind, s in come if kind == "F"}
@@ -272,8 +273,17 @@ class SteadyRun:
             worker.backward(ops)
             if self.groups is None:
                 worker.update(ops)
+        self.update_groups(turn, stages)
+
+    def enter(self, ops: Ops) -> None:
+        """Tell the worker at which versions the micro-batches have entered whose F stages do one by one."""
+        if self.entered is not None:
+            self.worker.entries |= {i: self.entered.entry(self.worker.stages[s], i) for s, i in ops}
+
+    def update_groups(self, turn: Turn, stages: range) -> None:
+        """Make the updates of several micro-batches that are due after a round of these stages of a turn."""
         if self.groups is not None:
-            came = [(s, b[s] + k) for s in sorted([*turn.inside, *turn.others]) if s in stages]
+            came = [(s, self.b[s] + turn.rounds) for s in sorted([*turn.inside, *turn.others]) if s in stages]
             self.groups.done(came, lambda i: self.options.get(i, self._now))
 
     def _leave(self, turn: Turn, mine: StackTick, stages: range, kind: Literal["F", "B"]) -> None:
