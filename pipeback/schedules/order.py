@@ -296,12 +296,12 @@ class Order:
             if any(self._leapt) and (more := self.turns(self.arrived + 1)) and more.ticks == 1:
                 return  # nothing is left to do, and what leaps goes on with the next micro-batch
             self._land()
-            if alone:  # where no ticks are leapt, either
-                yield from self._forwards()
+            came = self.arrived - self.start
+            if alone or (self.apart and isinstance(self._flow, Flushes) and came - self.forwards[0] < MANY):
+                yield from self._forwards()  # where no ticks are leapt, either
             busy = False
-            came = [self.arrived - self.start, *self.forwards]
-            back = [*self.backwards[1:], self.arrived]
-            most = came if lead is None else [min(*pair) for pair in zip(came, map(add, back, lead))]
+            given, back = [came, *self.forwards], [*self.backwards[1:], self.arrived]
+            most = given if lead is None else [min(*pair) for pair in zip(given, map(add, back, lead))]
             due: list[tuple[Kind, Any]] = [("F", most), (self._back, back), ("W", None), ("U", None)]
             for kind, below in due:
                 if ops := self._due(kind, below):

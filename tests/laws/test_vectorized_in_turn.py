@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 
 import pipeback
 from tests.helpers.choice import mostly_rare
-from tests.laws.as_one import LEAP, S, block, doubles, model, pipelines, same
+from tests.laws.as_one import FLUSH, GROUPED, LEAP, S, block, doubles, model, pipelines, same
 from tests.laws.cases import CASES, OPTIMIZERS, everything
 from tests.laws.test_vectorized_short_pushes import read, unlike
 
@@ -32,6 +32,13 @@ def test_each_loss_is_awaited(case, build, turned):
     one, other = pipelines(case, build=build)
     same(read(other, ONES), read(one, ONES))
     assert sum(turned) == 25 + 2 + 3 + 2
+
+
+@pytest.mark.parametrize("case", mostly_rare([*GROUPED, *FLUSH], "pipedream_2bw", "gpipe-4"))
+def test_each_loss_of_a_group_is_awaited(case):
+    """Stages that are alike do F one by one, and B as one."""
+    one, other = pipelines(case)
+    same(read(other, ONES), read(one, ONES))
 
 
 @pytest.mark.parametrize(

@@ -28,6 +28,19 @@ def test_the_steady_state_is_one_wave_of_each_kind():
     ]
 
 
+def test_groups_of_which_each_loss_is_awaited():
+    """Then no two stages can do F at once, but B of all stages can be, since gradients have come before."""
+    order = Order(flowing(1, every=8), 4, policy="skewed", by_group=True)
+    order.apart = True
+    for n in range(1, 12):
+        waves = [*order.advance(n), *order.rest()]
+    assert [(wave.kind, wave.ops) for wave in waves] == [
+        *(("F", [(s, 10)]) for s in range(4)),
+        ("B", [(0, 7), (1, 8), (2, 9), (3, 10)]),
+        ("U", [(0, 7)]),
+    ]
+
+
 @settings(max_examples=80)
 @given(
     st.one_of(
