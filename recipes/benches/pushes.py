@@ -1,28 +1,32 @@
 """Compares pushes of 256 micro-batches whose losses are read each time with one long push, and the shortest pushes of
-stages that run as one with those of the event loop: one process, one thread. Then other optimizers, and gradients that
-are clipped, with vectorize="auto", which must not be slower than the event loop where it gains nothing.
+stages that run as one with those of the event loop: one process, one thread. Then other optimizers, gradients that are
+clipped, and other methods with vectorize="auto", which must not be slower than the event loop where it gains nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
 import torch
 
+import pipeback
+from pipeback import methods
 from pipeback.recipes.benches.turns import interleaved, spread
 from pipeback.recipes.benches.vectorized import Case, Linear, pipeline
 from pipeback.recipes.markdown import table
 
+Chosen = str | pipeback.Method
 SHORT, TIMES = 256, 8  # micro-batches of a push; pushes as long as the long one
 CASES = (Case("48 x 64", Linear, 48, (1, 64), SHORT * TIMES), Case("20 x 64", Linear, 20, (1, 64), SHORT * TIMES))
 SHORTEST, COUNT = (1, 2, 8), 96  # micro-batches of a push, and of all pushes of a turn
 METHODS = ("pb", "cerebras")
 ENDS: dict[str, dict[str, Any]] = {"as one": {"vectorize": True}, "event loop": {}}
 ADAMW, SGD = partial(torch.optim.AdamW, lr=1e-3), partial(torch.optim.SGD, lr=1e-3, momentum=0.9)
+USUAL = "momentum SGD"
 OTHERS: dict[str, dict[str, Any]] = {
-    "momentum SGD": {"optimizer": SGD},
+    USUAL: {"optimizer": SGD},
     "momentum SGD, `clip_norm=1.0`": {"optimizer": SGD, "clip_norm": 1.0},
     "Nesterov": {"optimizer": partial(SGD, nesterov=True)},
     "fused SGD": {"optimizer": partial(SGD, fused=True)},
@@ -31,6 +35,13 @@ OTHERS: dict[str, dict[str, Any]] = {
     "fused AdamW": {"optimizer": partial(ADAMW, fused=True)},
     "RMSprop": {"optimizer": partial(torch.optim.RMSprop, lr=1e-4)},
     "NAdam": {"optimizer": partial(torch.optim.NAdam, lr=1e-4)},
+}
+ROUNDS = 4  # micro-batches of an update
+OTHER_METHODS: dict[str, Callable[[int], pipeback.Method]] = {  # by the number of stages
+    "`pipedream`": lambda stages: methods.create("pipedream"),
+    "`pipedream`, vertical sync": lambda stages: methods.create("pipedream", vertical_sync=True),
+    f"`pipemare`, {ROUNDS} per update": lambda stages: methods.create("pipemare", micro_batches=ROUNDS, anneal=1000),
+    "`pipedream_2bw`, S per update": lambda stages: methods.create("pipedream_2bw", micro_batches=stages),
 }
 LENGTHS = (1, 8, 96)  # micro-batches of a push
 
@@ -55,17 +66,19 @@ def main(
         few = case._replace(turn=min(COUNT, case.turn))
         rows = [[f"`{method}`", *over_the_loop(few, method, shortest, repeats, ENDS)] for method in METHODS]
         print("\n" + table([case.name, *(f"pushes of {each}" for each in shortest)], rows), flush=True)
-    print('\nSamples per second of `pb` with vectorize="auto" over those of the event loop.')
+    print('\nSamples per second with vectorize="auto" over those of the event loop.')
     for case in cases[-1:]:
         few, rows = case._replace(turn=min(COUNT, case.turn)), []
-        for name, options in OTHERS.items():
+        some: dict[str, tuple[Chosen, Any]] = {f"`pb`, {name}": ("pb", how) for name, how in OTHERS.items()}
+        some |= {name: (create(case.stages + 1), OTHERS[USUAL]) for name, create in OTHER_METHODS.items()}
+        for name, (which, options) in some.items():
             ends = {"auto": {**options, "vectorize": "auto"}, "event loop": options}
-            rows.append([name, *over_the_loop(few, "pb", lengths, repeats, ends)])
+            rows.append([name, *over_the_loop(few, which, lengths, repeats, ends)])
         print("\n" + table([case.name, *(f"pushes of {each}" for each in lengths)], rows), flush=True)
 
 
 def over_the_loop(
-    case: Case, method: str, lengths: Sequence[int], repeats: int, ends: Mapping[str, dict[str, Any]]
+    case: Case, method: Chosen, lengths: Sequence[int], repeats: int, ends: Mapping[str, dict[str, Any]]
 ) -> list[str]:
     """For pushes of these lengths, whose losses are read, the gain of the first of two ways of running them."""
     first, other = ends
@@ -75,7 +88,7 @@ def over_the_loop(
     return [spread([loop / one for loop, one in zip(*pair, strict=True)], ".1f") for pair in pairs]
 
 
-def pushes(case: Case, method: str, each: int, options: dict[str, Any]) -> Any:
+def pushes(case: Case, method: Chosen, each: int, options: dict[str, Any]) -> Any:
     """A function that pushes a turn in parts of `each` micro-batches and reads the loss of every part."""
     pipe = pipeline(case, method, **options)
     x, y = torch.randn(2, case.turn, *case.shape[1:])
