@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 
 import pipeback
 from pipeback.vectorized.stacks import whole_cost
+from pipeback.vectorized.stacks.stack import Stack
 from tests.helpers.choice import mostly_rare
 from tests.laws.as_one import S, doubles, model, same
 from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed
@@ -58,6 +59,19 @@ def test_judged_where_they_leave(case):
     same(*found)
 
 
+@pytest.mark.parametrize("case", ["pb", "cerebras", "pipemare-t3", "pipedream-vertical"])
+def test_one_at_a_time(case, turned):
+    """A micro-batch goes forward through all stages, and then B and U of all are done as one."""
+    found = []
+    for vectorize in (True, False):
+        losses, pipe = [], build(case, vectorize)
+        after = [trained(pipe, some, losses) for some in cut((8, *[1] * 30))]
+        pipe.drain()
+        found.append((*after, torch.stack(losses), *pipe.model.parameters()))
+    same(*found)
+    assert sum(turned) > 15  # after a warm-up, if there is one
+
+
 @pytest.mark.parametrize(
     ("case", "saved"),
     mostly_rare(product(STEADY, (True, False)), *product(("pb", "gpipe-4", "pipedream"), (True, False))),
@@ -96,15 +110,17 @@ def test_whether_there_are_ticks(monkeypatch):
     assert not pipe.runs_ticks(xs) and all(told.startswith("stage by stage") for told in pipe.vectorized.values())
 
 
+@pytest.mark.parametrize("case", ["pb", "pipemare-t3", "pipedream-vertical"])
 @pytest.mark.parametrize(("gain", "drops", "as_one"), [(3.0, False, True), (1.2, False, False), (3.0, True, False)])
-def test_whether_one_at_a_time_goes_in_turn(monkeypatch, gain, drops, as_one):
+def test_whether_one_at_a_time_goes_in_turn(monkeypatch, gain, drops, as_one, case):
     """Of F, nothing is gained; and where a stage cannot be in a stack, ticks of one micro-batch would pass."""
     monkeypatch.setattr(whole_cost, "gain", lambda stack, under, whole: gain)
     monkeypatch.setattr(whole_cost, "faster_apart", lambda stack, under, by: False)
     net = model()
     if drops:
         net.insert(3, torch.nn.Dropout(0.5))
-    pipe = pipeback.Pipeline(net, loss=None, optimizer=OPTIMIZERS["sgd"], method="pb", vectorize="auto")
+    monkeypatch.setattr(Stack, "gain", lambda stack: gain)  # of F and B, where U is not part of a tick
+    pipe = pipeback.Pipeline(net, loss=None, optimizer=OPTIMIZERS["momentum"], method=CASES[case](S), vectorize="auto")
     assert pipe.runs_ticks([doubles(1)[0][0]]) is as_one
     assert any(told.startswith("as one") for told in pipe.vectorized.values()) is as_one
 

@@ -117,8 +117,8 @@ def fitting(
         return list(stacks), _learnt(stacks, seen, asked)
     options, graphed = stacks[0].maker.options, asked.vectorize == "cuda_graph"
     shaper = Shaper(asked.method, asked.stages, options, graphed, asked.most)
-    plain = not asked.several and not asked.method.needs_entry and stacks[0].maker.fuse is None
-    asked = asked._replace(in_turn=asked.together is not None and asked.together <= FEW and plain)
+    few = asked.together is not None and asked.together <= FEW
+    asked = asked._replace(in_turn=few and stacks[0].maker.fuse is None and asked.why_not(stacks) is None)
     every, kept, reasons = _divided(stacks, seen, asked, shaper)
     several = [stack for stack in every if not stack.alone]
     missed = bool(several) and not any(stack in kept for stack in several)
@@ -242,7 +242,7 @@ def _judged(stack: Stack, asked: Request, shaper: Shaper, *, leap: bool) -> tupl
     ticks = 1.0 if leap else calls(asked.method.schedule, asked.stages, stack)
     whole = leap and not asked.several and not asked.method.needs_entry
     gain = whole_cost.gain(stack, asked.conditions, whole=whole)
-    times = 1 / (FORWARD + 1 / gain) if asked.in_turn and leap else gain / (ticks + asked.waits)
+    times = 1 / (FORWARD + 1 / gain) if asked.in_turn else gain / (ticks + asked.waits)
     full = shaper.turns == 1 and ticks < SPARSE
     enough = (SINGLE if stack.alone else WHOLE) if leap or asked.most is not None else ALL if full else SOME
     as_one = "as a graph" if stack.alone else "as one"
