@@ -1,5 +1,5 @@
 """In turn: a micro-batch goes through all stages, F (forward) of one after the other. Then every stage does B
-(backward) and U (update), each of one micro-batch.
+(backward) of one micro-batch, and U (update), if it is due.
 
 That is all that can be done as one where a loss is awaited before the next micro-batch is there: F of a stage waits for
 that of the stage before, but the gradients come from earlier turns.
