@@ -167,7 +167,7 @@ class Steady:
         entered = EntryVersions(worker.start, worker.base, 3 - self.turns) if worker.method.needs_entry else None
         run = SteadyRun(worker, self.judged, self._asked, *ready, turns, forwards, backwards, groups, entered, line)
         judge, self._undecided, key = None, False, tuple(one.rings for one in ready[0])
-        x = self.worker.link.box.get(("F", self.last.index, forwards[-1]), self._given.get(key))
+        x = worker.link.box.get(("F", self.last.index, forwards[-1]), self._given.get(key))
         if self._may_judge and not self.plain:
             self._note(key, x)
             if x is None:
