@@ -8,7 +8,6 @@ F and B are the forward and the backward of a micro-batch, here a slice, at a st
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
@@ -22,6 +21,7 @@ from pipeback.lightning.suspended_slices import Slice, SuspendedSlices
 from pipeback.lightning.suspended_step import CallThreads
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.private import run_backward
+from pipeback.runtime.outside_ticks import Answer
 from pipeback.streaming.store import Store
 
 Step = Callable[[Any], Any]  # of a slice
@@ -39,7 +39,8 @@ class Run(Protocol):
     def prepare(self, x: Any) -> None: ...
     def at_once(self, count: int, expected: int) -> bool: ...
     def at_work(self) -> AbstractContextManager[None]: ...
-    def forward_all(self, xs: list[Any], expected: int) -> list[Any] | None: ...
+    def forward_all(self, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any] | None: ...
+    def judging(self) -> AbstractContextManager[None]: ...
     def hold(self, outputs: list[Any]) -> None: ...
     def check_output(self, output: Any, held: Any) -> None: ...
     def hand_over(self, count: int) -> Tensor: ...
@@ -107,16 +108,17 @@ class StagesAhead:
 
     def _by_ticks(self, slices: SuspendedSlices, expected: int) -> Any:
         fit, losses = self.fit, list[Tensor]()
-        assert fit.pipe is not None
 
         def judge(n: int, output: Any) -> Any:
-            began = time.perf_counter()
-            self._finished(slices, n, output, losses)
-            fit.busy -= time.perf_counter() - began
+            with fit.judging():
+                self._finished(slices, n, output, losses)
             return step_checks.gradients(step_checks.held(output))
 
-        with slices.modes.applied(), fit.at_work():
-            (output,) = fit.pipe.forward_many(slices.asked, expected=expected, judge=judge)
+        with slices.modes.applied():
+            outputs = fit.forward_all(slices.asked, expected, judge)
+        if outputs is None:
+            return fit.hand_over(1)
+        (output,) = outputs
         fit.hold([output])
         returned = self._finished(slices, len(slices.cut) - 1, output, losses)
         return step_checks.passed(returned, losses, [samples for _, samples in slices.cut])
@@ -141,7 +143,10 @@ class StagesAhead:
                 return one(batch)
             slices = begun.pop()
             with slices.modes.applied():
-                (output,) = self.fit.forward_all(slices.asked, expected) or [None]
+                outputs = self.fit.forward_all(slices.asked, expected)
+            if outputs is None:
+                return self.fit.hand_over(1)
+            (output,) = outputs
             self.fit.hold([output])
             with slices.heard():
                 returned = slices.finish(0, output)

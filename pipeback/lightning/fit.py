@@ -29,6 +29,7 @@ from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.method_choice import by_optimizer
 from pipeback.pipeline.outside_loss import nothing
 from pipeback.pipeline.pipeline import Pipeline
+from pipeback.runtime.outside_ticks import Answer
 from pipeback.schedules.programs import flush
 from pipeback.streaming.store import Store
 
@@ -118,6 +119,8 @@ class Fit:
         self.twins = StageOptimizers(self.optimizer, self.rank.trained(split), self.size, self.rank.piece)
         clipping, updates = Clipping(norm, value), partial(self.interval.updates, method, per_batch)
         given = self.options.of_pipeline(self.store, trainer.strategy.root_device, clipping, updates)
+        if self.vectorize == "auto" and method.chunks > 1 and self.rank.several:
+            self._why_apart, self.vectorize = f"with {method!r}, every device has several parts of the model", False
         given["vectorize"] = self.vectorize
         inside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
@@ -224,14 +227,16 @@ class Fit:
         self._output = step_checks.held(outputs[0])
         return outputs[0]
 
-    def forward_all(self, xs: list[Any], expected: int) -> list[Any] | None:
-        """Run F of these micro-batches and return the outputs; None on ranks that do not compute the loss."""
+    def forward_all(self, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any] | None:
+        """Run F of these micro-batches and return the outputs; None on ranks that do not compute the loss. judge: as of
+        `Pipeline.forward_many`; it runs the user's code.
+        """
         self.prepare(xs[0])
         with self.at_work():
             if self._tell is not None and self.pipe is not None:
                 self._tell(str(self.pipe.plan(xs[0], expected=expected)))
                 self._tell = None
-            return self.rank.enter(self, xs, expected)
+            return self.rank.enter(self, xs, expected, judge)
 
     def prepare(self, x: Any) -> None:
         """Have a pipeline for micro-batches like this."""
@@ -324,6 +329,16 @@ class Fit:
                 yield
         finally:
             self.busy += time.perf_counter() - begin
+
+    @contextmanager
+    def judging(self) -> Iterator[None]:
+        """Within this context, which is one within `at_work`, the user's code runs."""
+        begin = time.perf_counter()
+        try:
+            with self.rank.judging():
+                yield
+        finally:
+            self.busy -= time.perf_counter() - begin
 
     # -- waiting and draining ------------------------------------------------------------------------------------
 

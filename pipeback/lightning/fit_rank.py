@@ -8,11 +8,16 @@ from typing import Any, Protocol
 from torch import nn
 
 from pipeback.pipeline.pipeline import Pipeline
+from pipeback.runtime.outside_ticks import Answer
 from pipeback.splitting.split import Split
 
 
 class Rank(Protocol):
     """The part of a fit that differs between a device that trains alone and one of several."""
+
+    @property
+    def several(self) -> bool:
+        """Whether it is one of several."""
 
     def split(self, example: Any) -> Split:
         """The stages that the pipeline gets."""
@@ -32,8 +37,13 @@ class Rank(Protocol):
     def training_step(self) -> AbstractContextManager[None]:
         """A context within which the user's `training_step` runs."""
 
-    def enter(self, fit: Any, xs: list[Any], expected: int) -> list[Any] | None:
-        """Run F of micro-batches of a `Fit` and return the outputs; None on ranks that do not compute the loss."""
+    def judging(self) -> AbstractContextManager[None]:
+        """A context within `at_work` within which the user's code runs, and the stages wait for it."""
+
+    def enter(self, fit: Any, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any] | None:
+        """Run F of micro-batches of a `Fit` and return the outputs; None on ranks that do not compute the loss. judge:
+        as of `Pipeline.forward_many`.
+        """
 
     def forget(self, pipe: Pipeline) -> None:
         """Drop the micro-batch whose F has run: it gets no B."""

@@ -59,8 +59,10 @@ def _reason(
     kind = trainer.strategy.root_device.type
     if options.vectorize == "cuda_graph" and kind != "cuda":
         return f'CUDA graphs need a GPU, but this fit is on {kind}; use Trainer(accelerator="gpu")'
+    if options.vectorize == "cuda_graph" and ranks > 1:
+        return f"CUDA graphs are of one device, and this fit has {ranks}; use vectorize=True"
     for name, value, plain in (
-        ("devices", ranks, 1),
+        ("tensor_parallel", options.tensor.size, 1),
         ("workers", options.threads, None),
         ("store", options.store, None),
         ("masters", options.masters, False),

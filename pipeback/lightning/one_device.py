@@ -14,6 +14,7 @@ from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit import Fit
 from pipeback.lightning.fit_state import FitState, without
 from pipeback.pipeline.pipeline import Pipeline
+from pipeback.runtime.outside_ticks import Answer
 from pipeback.splitting.split import Split
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.tensors import meta
@@ -22,7 +23,7 @@ from pipeback.tensors import meta
 class OneDevice:
     """A device that holds all stages and computes the loss."""
 
-    failed = False
+    failed = several = False
 
     def __init__(self, found: TrainedModule, threads: int | None) -> None:
         self.found, self._threads = found, threads
@@ -50,9 +51,12 @@ class OneDevice:
     def training_step(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def enter(self, fit: Fit, xs: list[Any], expected: int) -> list[Any]:
+    def judging(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any]:
         assert fit.pipe is not None
-        return fit.pipe.forward_many(xs, expected=expected)
+        return fit.pipe.forward_many(xs, expected=expected, judge=judge)
 
     def forget(self, pipe: Pipeline) -> None:
         pipe.forget()

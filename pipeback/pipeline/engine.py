@@ -303,7 +303,8 @@ class Engine:
                 warnings.warn(OTHERWISE, stacklevel=5)
             self.do(self.runtime.wait)  # buffers and random state are borrowed and put back
         relay = self._relay if isinstance(self.runtime, RankRunner) else None
-        sizes = self._rehearsals.run(batches, relay) and self._stacking.on
+        # a rank without stacks relays, too, if others have some
+        sizes = self._rehearsals.run(batches, relay) and (self._stacking.on or self.setting.skewed)
         if sizes:
             self._stacking.see(batches, relay)
         if self.runtime is None and self.ranks.several:

@@ -152,10 +152,9 @@ class PipelineOptions(NamedTuple):
             kept = self.activations if recomputes(self.activations) else "device"
             among.append(("activations", self.activations, kept, f"activations={kept!r}"))
             among.append(("order", order, "grouped", 'debug=pipeback.Debug(order="grouped")'))
-            # a worker of several would have to wait for the loss of each micro-batch before the next one comes
             if self.loss is None:
                 among.append(("masters", self.masters, False, "masters=False"))
-            with_all = ("workers", "replicas", "ranks") if self.loss is not None else ()
+            with_all = ("workers", "replicas", "ranks") if self.loss is not None else ("ranks",)
             apart = [one for one in among if one[0] not in with_all]
             check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", apart)
         elif order == "skewed":

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeback.distributed.rank_runner import RankRunner
+from pipeback.distributed.rank_ticks import RankTicks
 from pipeback.methods.base import Method
 from pipeback.pipeline.engine import Engine, Then
 from pipeback.pipeline.grad_modes import recording
@@ -17,6 +18,8 @@ from pipeback.runtime.outside_ticks import Answer, OutsideTicks
 from pipeback.runtime.runners import PushLoop, Runner, Threads
 from pipeback.schedules.programs import flush
 from pipeback.stages.flight import Value
+
+TICKS = OutsideTicks, RankTicks
 
 
 class Ahead:
@@ -76,7 +79,7 @@ class OutsideLoss:
         with self._engine.lock, torch.enable_grad():
             self._one_by_one()
             batches = [batch for x in xs for batch in self._engine.batches(x, None)]
-            return isinstance(self._engine.ready(batches, expected), OutsideTicks)
+            return isinstance(self._engine.ready(batches, expected), TICKS)
 
     def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | None = None) -> list[Value]:
         """As `Pipeline.forward_many`."""
@@ -92,7 +95,7 @@ class OutsideLoss:
                 )
             batches = [batch for x in xs for batch in engine.batches(x, None)]
             runtime, xs = engine.ready(batches, expected), [x for x, _, _ in batches]
-            if isinstance(runtime, OutsideTicks):
+            if isinstance(runtime, TICKS):
                 return [self._in_ticks(runtime, xs, expected, _nobody)]
             assert isinstance(runtime, (PushLoop, Threads, RankRunner))
             self.ahead.expect(expected)
@@ -107,13 +110,15 @@ class OutsideLoss:
         """Have a loss computed for the output of all but the last, whose output is returned."""
         batches = [batch for x in xs for batch in self._engine.batches(x, None)]
         runtime = self._engine.ready(batches, expected)
-        if isinstance(runtime, OutsideTicks):
+        if isinstance(runtime, TICKS):
             return [self._in_ticks(runtime, [x for x, _, _ in batches], expected, judge)]
+        elsewhere = isinstance(runtime, RankRunner) and not runtime.last  # the loss is another rank's
         for n, x in enumerate(xs[:-1]):
-            self.backward([judge(n, self.forward_many([x], expected)[0])], forget=True)
+            (output,) = self.forward_many([x], expected)
+            self.backward([None if elsewhere else judge(n, output)], forget=not self._engine.ranks.several)
         return self.forward_many(xs[-1:], expected)
 
-    def _in_ticks(self, runtime: OutsideTicks, xs: Sequence[Value], expected: int, judge: Answer) -> Value:
+    def _in_ticks(self, runtime: OutsideTicks | RankTicks, xs: Sequence[Value], expected: int, judge: Answer) -> Value:
         engine = self._engine
         self.ahead.expect(expected)
         first = engine.arrived
@@ -155,9 +160,9 @@ class OutsideLoss:
                 raise ValueError(
                     f"backward was given {len(gradients)} gradients, forward {self.ahead.count} inputs; give as many"
                 )
-            if isinstance(runtime, OutsideTicks):
+            if isinstance(runtime, TICKS):
                 self.ahead.backward(self.ahead.take())
-                if nothing(gradients[0]):
+                if runtime.judges and nothing(gradients[0]):
                     raise RuntimeError(_LATE)
                 engine.do(partial(runtime.backward, gradients))
                 return

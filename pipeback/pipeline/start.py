@@ -12,6 +12,7 @@ import torch
 
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.rank_runner import RankRunner
+from pipeback.distributed.rank_ticks import RankTicks
 from pipeback.distributed.ranks import Ranks
 from pipeback.runtime.executor import Executor
 from pipeback.runtime.link import LocalLink, StageLink, ThreadWire, links
@@ -24,7 +25,6 @@ from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.weight_provider import WeightProvider
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
-from pipeback.schedules.programs import fills
 from pipeback.schedules.timeline import in_flight
 from pipeback.stages.stage import Stage
 from pipeback.streaming.store import DeviceStore
@@ -34,6 +34,7 @@ from pipeback.streaming.streamed_weights import StreamedWeights
 def start(holding: HeldStages, setting: Setting) -> Runner:
     """Build the runtime; over processes every rank does."""
     owner, closed, ranks = holding.balance(), threading.Event(), holding.ranks
+    outside = holding.stages[-1].loss is None
     bound = 2 * max(in_flight(holding.method.schedule, len(holding.stages))) + 2
     if isinstance(ranks, Ranks):
         from pipeback.distributed.connect import connect  # here, since most pipelines have no ranks
@@ -47,9 +48,8 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
         link, results = connect(ranks, owner, bound, closed, setting.link, devices, holding.method.chunks)
         sums = None if holding.shards else ranks.sums(mine[0].device)
         loop = _loop(holding, setting, mine, link, sums, ranks.replica)
-        return RankRunner(loop, owner, ranks, results, closed)
+        return (RankTicks if setting.skewed and outside else RankRunner)(loop, owner, ranks, results, closed)
     if setting.threads is None and len(holding.everywhere) == 1:
-        outside = holding.stages[-1].loss is None
         ticks: type[TickLoop | OutsideTicks] = OutsideTicks if outside else TickLoop
         inline = ticks if setting.skewed or setting.order == "skewed" else PushLoop
         return inline(_loop(holding, setting, holding.stages, LocalLink(), None, 0))
@@ -92,9 +92,8 @@ def _loop(
         # in a flush, the gradient that another worker waits for leaves before the next one is begun; where the loss is
         # computed outside, a loop expects the forwards of a micro-batch first
         policy = "upstream"
-        # stages as one do whole flushes of GPipe, in the order of stages
-        as_one = setting.skewed and fills(holding.method.schedule)
-        shared = holding.placement() if holding.method.by_worker and not as_one else None
+        # stages as one go by ticks, or do whole flushes of GPipe, in the order of stages
+        shared = holding.placement() if holding.method.by_worker and not setting.skewed else None
     store, near = holding.store, 1
     residence: WeightProvider | None = None
     if store is not None:

@@ -6,6 +6,8 @@ for at once, since that stage's backward is part of the same tick; except for th
     forward    ticks until the newest micro-batch has come to the last stage; F (forward) of that stage alone
     backward   takes the gradient of its output
     step       the ticks that are left, of which the first goes on with B (backward) of the last stage
+
+Several workers do the same parts at the same time, each those of its own stages.
 """
 
 from __future__ import annotations
@@ -24,36 +26,46 @@ from pipeback.stages.joint_optimizer import Options
 Answer = Callable[[int, Any], Value]  # of those that went forward together: (its place, its output) -> its gradient
 
 
-class OutsideTicks(EventLoop):
-    """Runs micro-batches in ticks, a forward and a backward of which the loss is computed outside."""
+class LoopTicks:
+    """The part that one loop has in it."""
 
     def __init__(self, loop: Loop) -> None:
-        super().__init__(loop)
-        self._mbs = range(0)  # those that went forward together
-        self._judge: Answer | None = None
-        self._output: Any = None  # of the newest
-        loop.worker.report = self._left
+        self.loop = loop
+        self.mbs = range(0)  # those that went forward together
+        # where the loss of all but the newest is computed, and where the output of the newest goes
+        self.judge: Answer
+        self.newest: Callable[[Any], None]
+        self.ends = loop.worker.last == loop.worker.count - 1  # whether the last stage is one of this loop's
+        if self.ends:
+            loop.worker.report = self._left
 
-    def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
-        raise AssertionError("a pipeline whose loss is computed outside refuses push")
-
-    def forward(self, xs: Sequence[Value], options: Options, expected: int, judge: Answer) -> Value:
-        """Let these micro-batches in, have all but the newest judged, and return the output of that one."""
+    def forward(self, xs: Sequence[Value], options: Options, expected: int) -> None:
+        """Let these micro-batches in, have all but the newest judged, and that one come out of the last stage."""
         loop, worker, order = self.loop, self.loop.worker, self.loop.order
         loop.reach(_never)
-        self._judge, self._mbs = judge, loop.enter(xs, options, expected)
-        if not self._flushed() and not self._in_turn():
-            worker.run(order.advance(self._mbs.stop, order.at_last))
-            worker.executor.land()
-            early = worker.last, self._mbs[-1]
+        self.mbs = loop.enter(xs, options, expected)
+        alone = len(worker.stages) == worker.count
+        if alone and (self._flushed() or self._in_turn()):
+            return
+        worker.run(order.advance(self.mbs.stop, order.at_last))
+        worker.executor.land()
+        if self.ends:
+            early = worker.last, self.mbs[-1]
             worker.forward([early])
             worker.early = early
-        output, self._judge, self._output = self._output, None, None
-        return output
+
+    def backward(self, gradient: Value) -> None:
+        """Take the gradient of the newest."""
+        if self.ends:
+            self.loop.worker.link.send("B", self.loop.worker.last, self.mbs[-1], gradient)
+
+    def step(self, flush: bool) -> None:
+        """Do the ticks that are left. flush: whether they end a flush."""
+        self.loop.drain() if flush else self.loop.reach(_never)
 
     def _flushed(self) -> bool:
         """Do these micro-batches in whole flushes, all but the end of the last one; return whether it was done."""
-        loop, order, mbs = self.loop, self.loop.order, self._mbs
+        loop, order, mbs = self.loop, self.loop.order, self.mbs
         schedule = self.loop.method.schedule_at(order.start, loop.pushed)
         found = in_flushes(schedule)
         if found is None or not order.empty or len(mbs) % found.every or (mbs.start - order.start) % found.every:
@@ -70,7 +82,7 @@ class OutsideTicks(EventLoop):
         """Let these micro-batches, if they are few, go through all stages one by one, the newest as far as its loss;
         return whether that was done.
         """
-        loop, order, mbs = self.loop, self.loop.order, self._mbs
+        loop, order, mbs = self.loop, self.loop.order, self.mbs
         order.in_turn = len(mbs) <= FEW
         if not order.in_turn:
             return False
@@ -82,22 +94,43 @@ class OutsideTicks(EventLoop):
         order.arrived = mbs.stop
         return True
 
+    def _left(self, mb: int, output: Any) -> None:
+        if mb == self.mbs[-1]:
+            self.newest(output)
+            return
+        with torch.enable_grad():
+            gradient = self.judge(mb - self.mbs.start, output)
+        self.loop.worker.link.send("B", self.loop.worker.last, mb, gradient)
+
+
+class OutsideTicks(EventLoop):
+    """Runs micro-batches in ticks, a forward and a backward of which the loss is computed outside."""
+
+    judges = True  # whether losses are asked for in this process
+
+    def __init__(self, loop: Loop) -> None:
+        super().__init__(loop)
+        self._ticks = LoopTicks(loop)
+
+    def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
+        raise AssertionError("a pipeline whose loss is computed outside refuses push")
+
+    def forward(self, xs: Sequence[Value], options: Options, expected: int, judge: Answer) -> Value:
+        """Let these micro-batches in, have all but the newest judged, and return the output of that one."""
+        outputs: list[Any] = []
+        self._ticks.judge, self._ticks.newest = judge, outputs.append
+        try:
+            self._ticks.forward(xs, options, expected)
+        finally:
+            del self._ticks.judge, self._ticks.newest
+        return outputs[0]
+
     def backward(self, gradients: Sequence[Value]) -> None:
         """Take the gradient of the newest."""
-        (gradient,) = gradients
-        self.loop.worker.link.send("B", self.loop.worker.last, self._mbs[-1], gradient)
+        self._ticks.backward(*gradients)
 
     def step(self, flush: bool) -> None:
-        self.loop.drain() if flush else self.loop.reach(_never)
-
-    def _left(self, mb: int, output: Any) -> None:
-        if mb == self._mbs[-1]:
-            self._output = output
-            return
-        assert self._judge is not None
-        with torch.enable_grad():
-            gradient = self._judge(mb - self._mbs.start, output)
-        self.loop.worker.link.send("B", self.loop.worker.last, mb, gradient)
+        self._ticks.step(flush)
 
 
 def _never() -> bool:

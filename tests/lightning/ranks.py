@@ -16,7 +16,8 @@ from torch.optim.lr_scheduler import OneCycleLR, ReduceLROnPlateau
 from torchmetrics import MeanSquaredError
 
 from pipeback import methods
-from tests.lightning.cases import Regression, loader, strategy, trainer
+from tests.laws import as_one
+from tests.lightning.cases import DataLoader, Regression, TensorDataset, dataset, loader, strategy, trainer
 
 shuffled = partial(loader, shuffle=True)
 
@@ -127,3 +128,21 @@ def differences(found, wanted):
     if found["losses"] is not None and not torch.equal(found["losses"], wanted["losses"]):
         odd.append("losses")
     return odd + [key for key in ("metrics", "step") if found[key] != wanted[key]]
+
+
+def deep():
+    """Stages that are alike, in float64."""
+    return Regression(as_one.model(), scheduler=cycle)
+
+
+def doubled(batches=6, samples=5):
+    """The last slice of a batch is shorter than the others."""
+    return DataLoader(TensorDataset(*(t.double() for t in dataset(batches, samples).tensors)), batch_size=samples)
+
+
+def single():
+    return Regression(as_one.model(torch.float32), scheduler=cycle)
+
+
+def singles():
+    return loader(6, 5)

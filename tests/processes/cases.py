@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.functional import mse_loss
 
-from tests.laws.cases import CASES, LATE, STAGES, data, network, pipeline
+import pipeback
+from tests.laws.cases import CASES, LATE, OPTIMIZERS, STAGES, allowed, data, network, pipeline
 
 
 def drawing(width: int = 6) -> nn.Sequential:
@@ -142,6 +147,39 @@ def as_one(case: str, optimizer: str = "momentum", **options: Any) -> dict[str, 
     found["vectorized"] = dict(pipe.vectorized)
     pipe.close()
     return found
+
+
+def judged(case: str, sizes: tuple[int, ...] = (30, 3, 1, 9, 2), **options: Any) -> dict[str, Any]:
+    """As `as_one`, with the loss computed outside: micro-batches of 3 samples go forward together."""
+    from tests.laws import as_one
+
+    made = OPTIMIZERS["momentum" if allowed(case, "momentum") else "sgd"]
+    method = CASES[case](as_one.S)
+    pipe = pipeback.Pipeline(as_one.model(), loss=None, optimizer=made, method=method, **options)
+    found: dict[str, Any] = {}
+    losses: list[float] = []
+    some = iter(as_one.doubles(sum(sizes)))
+    for n, size in enumerate(sizes):
+        xs, ys = zip(*islice(some, size), strict=True)
+        output = pipe.forward_many(xs, expected=size, judge=partial(_judge, ys, losses))[0]
+        pipe.backward(None if output is None else _judge(ys, losses, size - 1, output))
+        pipe.step()
+        if n == 2:
+            pipe.load_state_dict(pipe.state_dict())
+        if n == 3:
+            found["flying"] = {k: v.clone() for k, v in pipe.model.state_dict().items()}
+    pipe.drain()
+    found["losses"] = torch.tensor(losses)
+    found["model"] = {k: v.clone() for k, v in pipe.model.state_dict().items()}
+    found["vectorized"] = dict(pipe.vectorized)
+    pipe.close()
+    return found
+
+
+def _judge(ys: Sequence[torch.Tensor], losses: list[float], n: int, output: torch.Tensor) -> Any:
+    loss = mse_loss(output, ys[n])
+    losses.append(float(loss))
+    return torch.autograd.grad(loss, output)[0]
 
 
 def far(found: dict[str, Any], wanted: dict[str, Any], within: float = 1e-10) -> list[str]:

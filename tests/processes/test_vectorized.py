@@ -3,10 +3,13 @@
 import pytest
 
 from tests.helpers.choice import rare
-from tests.laws.cases import STEADY
-from tests.processes.cases import as_one, far
+from tests.laws.as_one import S
+from tests.laws.cases import CASES, STEADY
+from tests.processes.cases import as_one, far, judged
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+
+APART = [case for case in STEADY if CASES[case](S).chunks == 1]  # no rank has several parts of the stages
 
 
 def odd_cases(crew, ranks, cases, **options):
@@ -23,8 +26,8 @@ def odd_cases(crew, ranks, cases, **options):
 
 @pytest.mark.parametrize(
     ("ranks", "cases"),
-    [(2, ["pb", "cerebras", "pipedream", "gpipe-4"]), (3, ["spectrain", "pipemare", "pb"]),
-     rare(2, STEADY, id="2-all"), rare(3, STEADY, id="3-all")],
+    [(2, ["pb", "cerebras", "pipedream", "gpipe-4", "one_f_one_b-3"]), (3, ["spectrain", "pipemare", "pb"]),
+     rare(2, APART, id="2-all"), rare(3, APART, id="3-all")],
 )  # fmt: skip
 def test_ranks_equal_the_event_loop(crew, ranks, cases):
     assert odd_cases(crew, ranks, cases) == {}
@@ -32,3 +35,22 @@ def test_ranks_equal_the_event_loop(crew, ranks, cases):
 
 def test_replicas_over_ranks(crew):
     assert odd_cases(crew, 4, ["pb"], replicas=2) == {}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases"),
+    [(2, ["pb", "cerebras", "pipedream"]), (3, ["spectrain", "pipemare-t3", "pb-slack1", "one_f_one_b"]),
+     rare(2, APART, id="2-all"), rare(3, APART, id="3-all")],
+)  # fmt: skip
+def test_a_loss_that_is_computed_outside(crew, ranks, cases):
+    odd = {}
+    for case in cases:
+        wanted = judged(case)
+        results = crew.ranks(ranks).run(judged, case, vectorize=True)
+        for rank, result in enumerate(results):
+            if result["losses"].numel() == 0:  # of ranks that have not the last stage
+                result["losses"] = wanted["losses"]
+            if found := far(result, wanted):
+                odd[f"{case}, rank {rank}"] = found
+            assert any(told.startswith("as ") for told in result["vectorized"].values()), result["vectorized"]
+    assert odd == {}

@@ -26,6 +26,10 @@ class DtypeTurns:
         self._lock = threading.RLock()
         self._held = False
 
+    def __deepcopy__(self, memo: object) -> DtypeTurns:
+        """Copies of a stage, which are made to be timed, take their turns with it."""
+        return self
+
     def mine(self, held: bool = True) -> None:
         if self.dtype is not None and held != self._held:
             if held:
@@ -43,6 +47,15 @@ class DtypeTurns:
             yield
         finally:
             self.mine(held)
+
+    @contextmanager
+    def taken(self) -> Iterator[None]:
+        """Within this context, which is one within `rest`, the stages may not run."""
+        self.mine()
+        try:
+            yield
+        finally:
+            self.mine(False)
 
     def guard(self, stage: nn.Module) -> None:
         """Have the stage run in its turn, with the default dtype that it needs."""

@@ -35,11 +35,14 @@ from pipeback.lightning.ranks.rank_sync import agree
 from pipeback.pipeline.arguments import Clipping, Processes, TensorParallel
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.private import pytree
+from pipeback.runtime.outside_ticks import Answer
 from pipeback.splitting.split import Split
 
 
 class SharedFit:
     """The part of a fit that one rank of several does. All ranks make the same calls in the same order."""
+
+    several = True
 
     def __init__(
         self,
@@ -112,12 +115,15 @@ class SharedFit:
             if self.hollow:  # training_step had replaced its forward
                 self._let_go()
 
-    def enter(self, fit: Fit, xs: list[Any], expected: int) -> list[Any] | None:
+    def judging(self) -> AbstractContextManager[None]:
+        return self._turns.taken()
+
+    def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any] | None:
         assert fit.pipe is not None
         if follow := self._hollow.modes():
             with fit.quiet():
                 follow()
-        outputs = fit.pipe.forward_many(xs, expected=expected)
+        outputs = fit.pipe.forward_many(xs, expected=expected, judge=judge)
         if not self.hollow:
             self._hollow.check()
             self._empty(fit)
@@ -216,6 +222,8 @@ class SharedFit:
         weights = [p for group in fit.optimizer.param_groups for p in group["params"]]
         self._meet("the shards of the optimizer's state")
         with state.shown():
+            if fit.vectorize:
+                fit.twins.collect()  # the state of stages that run as one lies elsewhere since then
             mine = self.shards.states(fit.twins.state_dict()["state"], weights)
             parts = self.meeting.gather("the optimizer's state", {} if self.meeting.shard else _to("cpu", mine), 0)
         every = {n: found for part in parts for n, found in part.items()}
