@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any, NamedTuple
 
+import lightning.pytorch as pl
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss
@@ -96,7 +97,6 @@ def judge(case: Case, output: Tensor, targets: Tensor, times: int) -> None:
 
 def empty_loop() -> float:
     """The seconds per batch of Lightning's own loop, with a training_step that does nothing."""
-    import lightning.pytorch as pl
 
     class Empty(pl.LightningModule):
         def __init__(self) -> None:
@@ -109,25 +109,36 @@ def empty_loop() -> float:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.0)
 
-    class Clock(pl.Callback):
-        def __init__(self) -> None:
-            self.ends: list[float] = []
-
-        def on_train_batch_end(self, *_: Any) -> None:
-            self.ends.append(time.perf_counter())
-
     clock = Clock()
     run(Empty(), torch.utils.data.DataLoader(data(4 * COUNT), batch_size=None), "auto", [clock])  # type: ignore
-    return (clock.ends[-1] - clock.ends[COUNT]) / (len(clock.ends) - 1 - COUNT)
+    return clock.per_batch()
 
 
-def run(module: Any, batches: Any, strategy: Any, callbacks: list[Any]) -> None:
+class Clock(pl.Callback):
+    """When batches end, but for the first ones, which are a warm-up; also of processes that `fit` has started."""
+
+    def __init__(self) -> None:
+        self.ends: list[float] = []
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.ends.append(time.perf_counter())
+
+    def per_batch(self) -> float:
+        """The seconds per batch."""
+        return (self.ends[-1] - self.ends[COUNT]) / (len(self.ends) - 1 - COUNT)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"ends": self.ends}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.ends = state["ends"]
+
+
+def run(module: Any, batches: Any, strategy: Any, callbacks: list[Any], devices: int = 1) -> None:
     """Fit without logs, files and bars."""
-    import lightning.pytorch as pl
-
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {
-        "accelerator": "cpu", "devices": 1, "logger": False, "enable_checkpointing": False, "max_epochs": 1,
+        "accelerator": "cpu", "devices": devices, "logger": False, "enable_checkpointing": False, "max_epochs": 1,
         "enable_progress_bar": False, "enable_model_summary": False, "callbacks": callbacks,
     }  # fmt: skip
     with warnings.catch_warnings():
@@ -139,7 +150,6 @@ def paired(
     case: Case, method: str, vectorize: bool | str, watched: bool, repeats: int
 ) -> tuple[list[float], list[float]]:
     """Return the samples/s of a fit over those of `push`, by turn: of pushes whose loss is not read, and is read."""
-    import lightning.pytorch as pl
 
     class Paired(pl.Callback):
         def __init__(self) -> None:
@@ -183,6 +193,20 @@ def data(batches: int, case: Case = NARROW) -> list[tuple[Tensor, Tensor]]:
     return [case.batch() for _ in range(batches)]
 
 
+class Dataset(torch.utils.data.Dataset[tuple[Tensor, Tensor]]):
+    """The same, which processes can be sent. number: of the case, in `ONES`."""
+
+    def __init__(self, batches: int, number: int) -> None:
+        self.batches, self.number = batches, number
+
+    def __len__(self) -> int:
+        return self.batches
+
+    def __getitem__(self, n: int) -> tuple[Tensor, Tensor]:
+        torch.manual_seed(n)  # every rank has the same
+        return ONES[self.number].batch()
+
+
 def fit(
     method: str,
     batches: Iterable[Any],
@@ -192,8 +216,6 @@ def fit(
     vectorize: bool | str = False,
 ) -> None:
     """Fit a network for one epoch. watched: by a `PipelineMonitor`."""
-    import lightning.pytorch as pl
-
     from pipeback.lightning import PipelineMonitor, PipelineStrategy
 
     class Module(pl.LightningModule):
