@@ -81,7 +81,7 @@ class PipelineStrategy(Place):
     `accumulate_grad_batches` sets the update interval of methods that have one. `gradient_clip_val` clips the gradient
     of each stage by itself, since a norm over all stages would have to wait for the last. Backward hooks see the loss
     of the micro-batch undivided; gradients are divided once, by the true count. A checkpoint holds the micro-batches in
-    flight under the key "pipeback"; it also opens in plain Lightning, and on any number of devices.
+    flight under "pipeback". It opens in plain Lightning and, but for stages that ran as one, on any number of devices.
 
     Several devices give the same weights as one, bit for bit (with `tensor_parallel` within rounding). Every rank gets
     the same batches. Rank 0 runs `training_step` to its end; others run it up to the call of the model.

@@ -303,8 +303,7 @@ class Engine:
                 warnings.warn(OTHERWISE, stacklevel=5)
             self.do(self.runtime.wait)  # buffers and random state are borrowed and put back
         relay = self._relay if isinstance(self.runtime, RankRunner) else None
-        # a rank without stacks relays, too, if others have some
-        sizes = self._rehearsals.run(batches, relay) and (self._stacking.on or self.setting.skewed)
+        sizes = self._rehearsals.run(batches, relay) and (self._stacking.on or self.setting.skewed)  # alike on all ranks
         if sizes:
             self._stacking.see(batches, relay)
         if self.runtime is None and self.ranks.several:

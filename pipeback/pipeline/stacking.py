@@ -150,7 +150,8 @@ class Stacking:
                 raise ValueError(
                     f"the state has micro-batches in flight in {numbered('stage', group)}, which ran as one; it was "
                     f"saved with {then}, and this pipeline has {here}, which share these stages; build it with "
-                    f"workers={plain['workers']}, run it over as many ranks, or save the state drained"
+                    f"workers={plain['workers']}, run it over as many ranks (devices={plain['workers']} under "
+                    "Lightning), or save the state drained"
                 )
 
     def regroup(self, plain: Mapping[str, Any]) -> None:
