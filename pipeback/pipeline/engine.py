@@ -303,7 +303,7 @@ class Engine:
                 warnings.warn(OTHERWISE, stacklevel=5)
             self.do(self.runtime.wait)  # buffers and random state are borrowed and put back
         relay = self._relay if isinstance(self.runtime, RankRunner) else None
-        sizes = self._rehearsals.run(batches, relay) and (self._stacking.on or self.setting.skewed)  # alike on all ranks
+        sizes = self._rehearsals.run(batches, relay) and (self._stacking.on or self.setting.skewed)  # on all ranks
         if sizes:
             self._stacking.see(batches, relay)
         if self.runtime is None and self.ranks.several:
