@@ -23,6 +23,7 @@ from pipeback.runtime.awaited import Awaited
 from pipeback.runtime.lazy_loss import LazyLoss
 from pipeback.runtime.link import Closed, Name, Wire
 from pipeback.runtime.loop import Batch, Loop
+from pipeback.runtime.outside_ticks import Ticks
 from pipeback.runtime.runners import Command, Read, Threads, deliver, mean
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
@@ -44,6 +45,7 @@ class RankRunner:
         self, loop: Loop, owner: list[int], ranks: Ranks, results: Sequence[Wire], closed: threading.Event
     ) -> None:
         self.ranks, self.results, self.closed, self.owner, self.loops = ranks, list(results), closed, owner, [loop]
+        self.ticks: Ticks | None = None  # where stages run as one and the loss is computed outside
         self.outputs: dict[int, Awaited] = {}  # by number of the relay
         self.relays = 0
         self.thread = Threads([loop], owner, closed, check=ranks.health.check)

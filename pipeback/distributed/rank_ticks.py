@@ -1,4 +1,4 @@
-"""Rank ticks: the runtime of one rank in the order "skewed", for a loss that is computed outside of the pipeline.
+"""Rank ticks: what one rank does in the order "skewed", for a loss that is computed outside of the pipeline.
 
 The ticks run in the thread of the loop, and the loss is computed by the caller, on the rank of the last stage: its loop
 hands each output over, and waits for the gradient. The calls of all other ranks return at once.
@@ -19,12 +19,12 @@ from pipeback.stages.joint_optimizer import Options
 PAUSE = 0.2  # seconds after which one who waits looks whether the pipeline has ended
 
 
-class RankTicks(RankRunner):
-    """Runs this rank's part of micro-batches that go through the stages in ticks."""
+class RankTicks:
+    """Has the loop of a rank run its part of micro-batches that go through the stages in ticks."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
-        self._ticks = LoopTicks(self.loops[0])
+    def __init__(self, runner: RankRunner) -> None:
+        self._runner, self._health = runner, runner.ranks.health
+        self._ticks = LoopTicks(runner.loops[0])
         self._ticks.judge, self._ticks.newest = self._answered, self._hand
         self._outputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()  # gradients, or what the caller has raised
@@ -32,17 +32,15 @@ class RankTicks(RankRunner):
     @property
     def judges(self) -> bool:
         """Whether losses are asked for on this rank."""
-        return self.last
+        return self._runner.last
 
-    def forward(  # type: ignore[override]
-        self, xs: Sequence[Value], options: Options, expected: int, judge: Answer
-    ) -> Value:
+    def forward(self, xs: Sequence[Value], options: Options, expected: int, judge: Answer) -> Value:
         """Let these micro-batches in; on the rank of the last stage have all but the newest judged, and return the
         output of that one.
         """
-        self.ranks.health.pushed += len(xs)
-        self.tell(lambda loop: self._ticks.forward(xs, options, expected))
-        for n in range(len(xs) if self.last else 0):
+        self._health.pushed += len(xs)
+        self._runner.tell(lambda loop: self._ticks.forward(xs, options, expected))
+        for n in range(len(xs) if self.judges else 0):
             output = self._next()
             if n + 1 == len(xs):
                 return output
@@ -55,19 +53,19 @@ class RankTicks(RankRunner):
 
     def backward(self, gradients: Sequence[Value]) -> None:
         """Take the gradient of the newest."""
-        self.tell(lambda loop: self._ticks.backward(*gradients))
+        self._runner.tell(lambda loop: self._ticks.backward(*gradients))
 
     def step(self, flush: bool) -> None:
-        self.tell(lambda loop: self._ticks.step(flush))
+        self._runner.tell(lambda loop: self._ticks.step(flush))
 
     def _hand(self, output: Any) -> None:
-        self.ranks.health.idle()  # what goes on now is the caller's
+        self._health.idle()  # what goes on now is the caller's
         self._outputs.put(output)
 
     def _answered(self, n: int, output: Any) -> Value:
         """The gradient of an output, in the thread of the loop."""
         self._hand(output)
-        while not self.closed.is_set():
+        while not self._runner.closed.is_set():
             try:
                 answer = self._answers.get(timeout=PAUSE)
             except queue.Empty:
@@ -79,12 +77,12 @@ class RankTicks(RankRunner):
 
     def _next(self) -> Any:
         """The next output, in the caller's thread."""
-        with self.ranks.health.waiting(self.judge, "the output"):
+        with self._health.waiting(self._runner.judge, "the output"):
             while True:
                 try:
                     return self._outputs.get(timeout=PAUSE)
                 except queue.Empty:
-                    self.thread.raise_failure()
+                    self._runner.raise_failure()
 
 
 class _Raised:

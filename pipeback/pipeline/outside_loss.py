@@ -10,16 +10,13 @@ import torch
 from torch import Tensor
 
 from pipeback.distributed.rank_runner import RankRunner
-from pipeback.distributed.rank_ticks import RankTicks
 from pipeback.methods.base import Method
 from pipeback.pipeline.engine import Engine, Then
 from pipeback.pipeline.grad_modes import recording
-from pipeback.runtime.outside_ticks import Answer, OutsideTicks
+from pipeback.runtime.outside_ticks import Answer, OutsideTicks, Ticks
 from pipeback.runtime.runners import PushLoop, Runner, Threads
 from pipeback.schedules.programs import flush
 from pipeback.stages.flight import Value
-
-TICKS = OutsideTicks, RankTicks
 
 
 class Ahead:
@@ -79,7 +76,7 @@ class OutsideLoss:
         with self._engine.lock, torch.enable_grad():
             self._one_by_one()
             batches = [batch for x in xs for batch in self._engine.batches(x, None)]
-            return isinstance(self._engine.ready(batches, expected), TICKS)
+            return _ticks(self._engine.ready(batches, expected)) is not None
 
     def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | None = None) -> list[Value]:
         """As `Pipeline.forward_many`."""
@@ -95,8 +92,8 @@ class OutsideLoss:
                 )
             batches = [batch for x in xs for batch in engine.batches(x, None)]
             runtime, xs = engine.ready(batches, expected), [x for x, _, _ in batches]
-            if isinstance(runtime, TICKS):
-                return [self._in_ticks(runtime, xs, expected, _nobody)]
+            if (ticks := _ticks(runtime)) is not None:
+                return [self._in_ticks(ticks, xs, expected, _nobody)]
             assert isinstance(runtime, (PushLoop, Threads, RankRunner))
             self.ahead.expect(expected)
             engine.modes.pushed()
@@ -110,15 +107,15 @@ class OutsideLoss:
         """Have a loss computed for the output of all but the last, whose output is returned."""
         batches = [batch for x in xs for batch in self._engine.batches(x, None)]
         runtime = self._engine.ready(batches, expected)
-        if isinstance(runtime, TICKS):
-            return [self._in_ticks(runtime, [x for x, _, _ in batches], expected, judge)]
+        if (ticks := _ticks(runtime)) is not None:
+            return [self._in_ticks(ticks, [x for x, _, _ in batches], expected, judge)]
         elsewhere = isinstance(runtime, RankRunner) and not runtime.last  # the loss is another rank's
         for n, x in enumerate(xs[:-1]):
             (output,) = self.forward_many([x], expected)
             self.backward([None if elsewhere else judge(n, output)], forget=not self._engine.ranks.several)
         return self.forward_many(xs[-1:], expected)
 
-    def _in_ticks(self, runtime: OutsideTicks | RankTicks, xs: Sequence[Value], expected: int, judge: Answer) -> Value:
+    def _in_ticks(self, ticks: Ticks, xs: Sequence[Value], expected: int, judge: Answer) -> Value:
         engine = self._engine
         self.ahead.expect(expected)
         first = engine.arrived
@@ -134,7 +131,7 @@ class OutsideLoss:
                 )
             return gradient
 
-        output = engine.do(partial(runtime.forward, xs, engine.current, expected, judged))
+        output = engine.do(partial(ticks.forward, xs, engine.current, expected, judged))
         self.ahead.backward(len(xs) - 1)
         self.ahead.forward(1)
         engine.holding.hide()
@@ -160,15 +157,15 @@ class OutsideLoss:
                 raise ValueError(
                     f"backward was given {len(gradients)} gradients, forward {self.ahead.count} inputs; give as many"
                 )
-            if isinstance(runtime, TICKS):
+            if (ticks := _ticks(runtime)) is not None:
                 self.ahead.backward(self.ahead.take())
-                if runtime.judges and nothing(gradients[0]):
+                if ticks.judges and nothing(gradients[0]):
                     raise RuntimeError(_LATE)
-                engine.do(partial(runtime.backward, gradients))
+                engine.do(partial(ticks.backward, gradients))
                 return
             ahead, fallen = self.ahead.take(), [n for n, g in enumerate(gradients) if forget and nothing(g)]
             if fallen:
-                assert not isinstance(runtime, RankRunner)
+                assert not isinstance(runtime, (RankRunner, OutsideTicks))
                 engine.do(partial(runtime.forget, fallen, ahead))
                 gradients = [g for g in gradients if not nothing(g)]
             if gradients:
@@ -196,7 +193,8 @@ class OutsideLoss:
             engine.open()
             if isinstance(engine.runtime, (PushLoop, OutsideTicks, Threads, RankRunner)):
                 engine.modes.pushed()
-                engine.do(partial(engine.runtime.step, engine.method.flush_each_push))
+                steps = _ticks(engine.runtime) or engine.runtime
+                engine.do(partial(steps.step, engine.method.flush_each_push))
                 self._did(engine.runtime)
                 engine.holding.hide()
                 if engine.method.flush_each_push:
@@ -226,6 +224,13 @@ _LATE = (
     "forget, or a gradient of None: stages that run as one have gone on with other micro-batches; give backward a "
     "gradient of zeros, or build the pipeline with vectorize=False"
 )
+
+
+def _ticks(runtime: Runner) -> Ticks | None:
+    """What runs micro-batches in ticks; None: they go through the stages by themselves."""
+    if isinstance(runtime, OutsideTicks):
+        return runtime
+    return runtime.ticks if isinstance(runtime, RankRunner) else None
 
 
 def _nobody(n: int, output: Any) -> Value:

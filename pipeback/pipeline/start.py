@@ -48,7 +48,9 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
         link, results = connect(ranks, owner, bound, closed, setting.link, devices, holding.method.chunks)
         sums = None if holding.shards else ranks.sums(mine[0].device)
         loop = _loop(holding, setting, mine, link, sums, ranks.replica)
-        return (RankTicks if setting.skewed and outside else RankRunner)(loop, owner, ranks, results, closed)
+        runner = RankRunner(loop, owner, ranks, results, closed)
+        runner.ticks = RankTicks(runner) if setting.skewed and outside else None
+        return runner
     if setting.threads is None and len(holding.everywhere) == 1:
         ticks: type[TickLoop | OutsideTicks] = OutsideTicks if outside else TickLoop
         inline = ticks if setting.skewed or setting.order == "skewed" else PushLoop

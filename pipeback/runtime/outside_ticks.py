@@ -13,7 +13,7 @@ Several workers do the same parts at the same time, each those of its own stages
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,25 @@ from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 
 Answer = Callable[[int, Any], Value]  # of those that went forward together: (its place, its output) -> its gradient
+
+
+class Ticks(Protocol):
+    """What runs micro-batches in ticks, be it for one process or for one rank of several."""
+
+    @property
+    def judges(self) -> bool:
+        """Whether losses are asked for in this process."""
+
+    def forward(self, xs: Sequence[Value], options: Options, expected: int, judge: Answer) -> Value:
+        """Let these micro-batches in, have all but the newest judged, and return the output of that one; None in
+        processes without the last stage.
+        """
+
+    def backward(self, gradients: Sequence[Value]) -> None:
+        """Take the gradient of the newest."""
+
+    def step(self, flush: bool) -> None:
+        """Do the ticks that are left. flush: whether they end a flush."""
 
 
 class LoopTicks:
