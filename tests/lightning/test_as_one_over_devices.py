@@ -5,6 +5,7 @@ rounding: weights, losses, what is logged, and what goes on from a checkpoint in
 from functools import partial
 
 import pytest
+from lightning.pytorch.callbacks import ModelCheckpoint
 
 from tests.helpers.choice import mostly_rare
 from tests.laws import as_one
@@ -55,18 +56,24 @@ def test_devices_are_the_event_loop(case, crew):
         assert as_one == (case != "interleaved"), words
 
 
-def from_a_checkpoint(path, vectorize, **options):
-    """Train an epoch, save in flight, and go on."""
+def from_a_checkpoint(folder, vectorize, **options):
+    """Train four batches of an epoch, save what is in flight, and go on from there in another fit."""
     given = {**SLICES, "vectorize": vectorize}
-    first, _ = ranks.fit(module=ranks.deep, data=ranks.doubled, max_epochs=1, given=given, **options)
-    first.save_checkpoint(path)
-    return told(ckpt=path, max_epochs=3, given=given, **options)
+    saving = ModelCheckpoint(dirpath=folder, filename="flying", every_n_train_steps=4)
+    ranks.fit(
+        module=ranks.deep, data=ranks.doubled, max_epochs=1, given=given, callbacks=[saving],
+        enable_checkpointing=True, **options,
+    )  # fmt: skip
+    return told(ckpt=f"{folder}/flying.ckpt", max_epochs=3, given=given, **options)
 
 
 def test_a_checkpoint_in_flight_goes_on(crew, tmp_path):
-    wanted, _ = from_a_checkpoint(str(tmp_path / "one.ckpt"), False, devices=1)
-    for found, _ in crew.ranks(2).run(from_a_checkpoint, str(tmp_path / "two.ckpt"), True, devices=2):
+    wanted, _ = from_a_checkpoint(str(tmp_path / "one"), False, devices=1)
+    for found, _ in crew.ranks(2).run(from_a_checkpoint, str(tmp_path / "two"), True, devices=2):
         near(found, wanted)
+    apart = {"given": {**SLICES, "vectorize": False}, "devices": 1}
+    with pytest.raises(ValueError, match="in flight in stage.*which ran as one.*vectorize=True"):  # so it was
+        told(ckpt=str(tmp_path / "two" / "flying.ckpt"), **apart)
 
 
 class Failing(Regression):

@@ -169,7 +169,7 @@ def judged(case: str, sizes: tuple[int, ...] = (30, 3, 1, 9, 2), **options: Any)
         if n == 3:
             found["flying"] = {k: v.clone() for k, v in pipe.model.state_dict().items()}
     pipe.drain()
-    found["losses"] = torch.tensor(losses)
+    found["losses"] = torch.tensor(losses, dtype=torch.float64)
     found["model"] = {k: v.clone() for k, v in pipe.model.state_dict().items()}
     found["vectorized"] = dict(pipe.vectorized)
     pipe.close()

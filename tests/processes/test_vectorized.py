@@ -47,6 +47,7 @@ def test_a_loss_that_is_computed_outside(crew, ranks, cases):
     for case in cases:
         wanted = judged(case)
         results = crew.ranks(ranks).run(judged, case, vectorize=True)
+        assert [result["losses"].numel() > 0 for result in results] == [False] * (ranks - 1) + [True]
         for rank, result in enumerate(results):
             if result["losses"].numel() == 0:  # of ranks that have not the last stage
                 result["losses"] = wanted["losses"]
