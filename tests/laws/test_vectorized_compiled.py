@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_map
 
 import pipeback
 from pipeback.vectorized.making.cuda_graph import CudaGraphed
+from pipeback.vectorized.ticks.captured_ticks import CapturedTicks
 from pipeback.vectorized.tracing.capture import capture_loss_stage
 from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import LEAP, SEVERAL, S, Twice, decayed, doubles, model, pipelines, pushed, same, trained, turns
@@ -177,6 +178,14 @@ def test_a_loss_that_is_not_finite_moves_nothing_of_the_last_stage(compile, leap
     assert sum(leapt) > 5 and all(p.isfinite().all() for p in users.parameters())
 
 
+@pytest.fixture
+def further(monkeypatch):
+    """How many ticks a graph did after one for which it got all from outside."""
+    found, go_on = [], CapturedTicks.go_on
+    monkeypatch.setattr(CapturedTicks, "go_on", lambda *given: found.append(go_on(*given)) or found[-1])
+    return found
+
+
 class Again(CudaGraphed):
     """A graph as the CPU can play it: the call once more, on what lies where it read, to where it wrote."""
 
@@ -190,10 +199,11 @@ class Again(CudaGraphed):
         return replay, found
 
 
+@pytest.mark.parametrize("changes", [True, False])
 @pytest.mark.parametrize("optimizer", ["momentum", "sgd", "adamw"])
 @pytest.mark.parametrize("case", mostly_rare(["pb", "cerebras", "pipedream", "pipemare"], "cerebras", "pipedream"))
-def test_ticks_as_graphs(case, optimizer, leapt):
-    """What changes from tick to tick is copied to where a graph reads, with rates that change, too."""
+def test_ticks_as_graphs(case, optimizer, changes, leapt, further):
+    """What changes from tick to tick is copied to where a graph reads, or handed on within it; rates may change."""
     if not allowed(case, optimizer):
         return
     found, graphs = [], []
@@ -205,9 +215,11 @@ def test_ticks_as_graphs(case, optimizer, leapt):
             for each in pipe.optimizers:
                 each.param_groups[0]["lr"] *= 0.8
 
-        found.append(pushed(pipe, before=slower))
+        found.append(pushed(pipe, **({"before": slower} if changes else {})))
     same(*reversed(found))
     assert sum(leapt) > 30 and [graph.count for graph in graphs] == [1] * turns(case)
+    # in a run of ticks with one rate, at which all stages run, and B on the newest weights
+    assert sum(further) > 15 or changes or case in ("pipedream", "pipemare")
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: ticks as CUDA graphs")

@@ -38,6 +38,10 @@ class HeldTensors(Waiting):
         """Keep the tensors that F saves for B at this tick."""
         self._keep((f - 2 * self.at[0]) % self.length, saved)
 
+    def put_at(self, places: Tensor, saved: Sequence[Tensor]) -> None:
+        """Raise an error: there are no rows."""
+        raise IndexError(places)
+
     def left(self, b: int) -> Sequence[Tensor]:
         """Return the tensors that F has saved for the B of this tick, and hold them no longer."""
         return self._taken(b % self.length)

@@ -135,7 +135,10 @@ class RingBuffers(Waiting):
 
     def put(self, f: int, saved: Sequence[Tensor]) -> None:
         """Keep the tensors that F saves for B at this tick."""
-        places = self.places(f)
+        self.put_at(self.places(f), saved)
+
+    def put_at(self, places: Tensor, saved: Sequence[Tensor]) -> None:
+        """Keep the tensors that F saves for B at these `places`."""
         for ring, t, dim, flat in zip(self._matrices(), saved, self.folds, self._is_flat, strict=True):
             ring.index_copy_(0, places, t if flat else unfolded(t, dim, self.rows))
 

@@ -69,6 +69,10 @@ class Waiting(ABC):
         """Keep the tensors that F saves for B at this tick."""
 
     @abstractmethod
+    def put_at(self, places: Tensor, saved: Sequence[Tensor]) -> None:
+        """Keep the tensors that F saves for B at these `places`."""
+
+    @abstractmethod
     def left(self, b: int) -> Sequence[Tensor]:
         """Return the tensors that F has saved for the B of this tick."""
 

@@ -6,9 +6,9 @@ its outputs are copied from the addresses that it writes, and all other tensors 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,15 @@ from pipeback.vectorized.making.bounded_cache import BoundedCache
 
 PLACES = 4  # graphs kept per function; a graph is useless once its memory was freed and reallocated
 WARM = 3  # calls before the capture, in which libraries set themselves up
+Pair = tuple[Any, Any]  # a place, and a tensor that is copied there; whatever else they are stays
+
+
+class Captured(NamedTuple):
+    """A graph: `replay` reads what changes in `inside`, and writes its results to `found`."""
+
+    inside: Any
+    replay: Callable[[], None]
+    found: Any
 
 
 class CudaGraphed:
@@ -28,26 +37,30 @@ class CudaGraphed:
 
     def __init__(self, function: Callable[[Any, Any], Any]) -> None:
         self.function = function
-        self._known: BoundedCache[Any, tuple[list[Tensor], Callable[[], None], Any]] = BoundedCache()
+        self.then: Callable[[Any, Any], None] = _nothing  # is captured, too: of the results, and of what changes
+        self._known: BoundedCache[Any, Captured] = BoundedCache()
 
-    def __call__(self, fixed: Any, changing: Any) -> Any:
+    def at(self, fixed: Any, changing: Any) -> Captured:
+        """Return the graph for tensors at these addresses and of these shapes; what changes lies where it reads."""
         places, _ = pytree.tree_flatten(fixed)
         given, form = pytree.tree_flatten(changing)
-        tensors = [v for v in given if isinstance(v, Tensor)]
         shapes = tuple((v.shape, v.dtype) if isinstance(v, Tensor) else v for v in given)
         key = tuple(t.data_ptr() for t in places), shapes, form
         if key not in self._known:
-            copies = [v.clone() if isinstance(v, Tensor) else v for v in given]
-            inside = [v for v in copies if isinstance(v, Tensor)]
-            call = partial(self.function, fixed, pytree.tree_unflatten(copies, form))
+            inside = pytree.tree_unflatten([v.clone() if isinstance(v, Tensor) else v for v in given], form)
+            call = partial(self._call, fixed, inside)
             before = [t.clone() for t in places]
             self._warm(call, cuda=places[0].is_cuda)
-            self._known[key] = (inside, *self.captured(call))
+            self._known[key] = Captured(inside, *self.captured(call))
             torch._foreach_copy_(places, before)  # undo what the warm-up and the capture have changed
-        inside, replay, found = self._known.used(key, most=PLACES)
-        torch._foreach_copy_(inside, tensors)
-        replay()
-        return pytree.tree_map(lambda v: v.clone() if isinstance(v, Tensor) else v, found)
+        found = self._known.used(key, most=PLACES)
+        copy_each(zip(pytree.tree_leaves(found.inside), given, strict=True))
+        return found
+
+    def _call(self, fixed: Any, changing: Any) -> Any:
+        found = self.function(fixed, changing)
+        self.then(found, changing)
+        return found
 
     def _warm(self, call: Callable[[], Any], *, cuda: bool) -> None:
         stream = torch.cuda.Stream() if cuda else None
@@ -65,6 +78,22 @@ class CudaGraphed:
         with torch.cuda.graph(graph):
             found = call()
         return graph.replay, found
+
+
+def _nothing(found: Any, changing: Any) -> None:
+    pass
+
+
+def copy_each(pairs: Iterable[Pair]) -> None:
+    """Copy tensors to their places, by one call per dtype: a call for several dtypes would launch a kernel for each."""
+    kinds: dict[Any, tuple[list[Tensor], list[Tensor]]] = {}
+    for place, t in pairs:
+        if isinstance(place, Tensor) and t is not None and t is not place:
+            into, tensors = kinds.setdefault(place.dtype, ([], []))
+            into.append(place)
+            tensors.append(t)
+    for into, tensors in kinds.values():
+        torch._foreach_copy_(into, tensors)
 
 
 def side_by_side(calls: Sequence[Callable[[], Any]], cuda: bool) -> list[Any]:

@@ -17,8 +17,16 @@ from pipeback.vectorized.steps.summed_step import SummedStep
 Slots = Sequence[Tensor] | Tensor
 
 
+class Places(NamedTuple):
+    """Where tensors wait, as numbers on the device. read: the slot that B reads. write: the lines for what F saves."""
+
+    read: Tensor
+    write: Tensor
+
+
 def slots(rings: Sequence[Tensor], at: Slots) -> Sequence[Tensor]:
     """Return the slots of this number, written for a compiler; `at` may be the slots themselves."""
+    at = at.read if isinstance(at, Places) else at
     return [ring.index_select(0, at)[0] for ring in rings] if isinstance(at, Tensor) else at
 
 
@@ -45,12 +53,12 @@ def kept(rows: RowTensors, step: AnyStep) -> list[Any]:
     return rows.kept(step)
 
 
-def count(rows: RowTensors, step: AnyStep) -> None:
-    """Note in host memory that a compiled step was made, if it counts on the device of the weights."""
+def count(rows: RowTensors, step: AnyStep, times: int = 1) -> None:
+    """Note in host memory that a compiled step was made so many times, if it counts on the device of the weights."""
     if isinstance(step, AdamStep) and rows.stepped:
         steps = rows.kept(step)[2]
         if steps.device != rows.stepped[0].device:
-            steps += 1
+            steps += times
 
 
 def numbers(rows: RowTensors, step: AnyStep) -> Numbers:

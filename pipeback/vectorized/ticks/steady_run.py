@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,13 +22,13 @@ from pipeback.schedules.spans import TickSpan
 from pipeback.stages.joint_optimizer import Options
 from pipeback.tensors.copies import to_device
 from pipeback.vectorized.buffers.version_ring import EntryVersions
-from pipeback.vectorized.making.cuda_graph import CudaGraphed
 from pipeback.vectorized.steps.asked_steps import AskedSteps
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.row_tensors import AnyStep
-from pipeback.vectorized.steps.step_form import count
+from pipeback.vectorized.steps.step_form import Places, count
 from pipeback.vectorized.steps.step_plan import StepPlan
+from pipeback.vectorized.ticks.captured_ticks import CapturedTicks
 from pipeback.vectorized.ticks.catch_up import Rounds
 from pipeback.vectorized.ticks.in_turn import InTurn
 from pipeback.vectorized.ticks.judging import Asked, Judge, Judging
@@ -178,17 +178,18 @@ class SteadyRun:
             self._even = False
             done.append(None)
             return
-        for _ in range(min(span.ticks, LIMIT)):
+        end = len(done) + min(span.ticks, LIMIT)
+        while len(done) < end:
             known, every = turn.steps, range(self.worker.count)
             if not self._ready(turn, every) or (turn.varies and not self._even):
                 break
             if compiled is not None and (turn.steps is not known or turn.fused is None):
                 turn.fuse(compiled(turn.moving, turn.judge, turn.steps))
-            self._tick(turn, turn.whole, every)
+            ticks = self._tick(turn, turn.whole, every, end - len(done))
             turn.rounds += 1
             if span.ticks == 1:  # perhaps not of all stages of other workers
                 self._count([s for s in every[self.turns.index(turn) :: self.count] if s not in span.stages], -1)
-            done.append(None)
+            done += [None] * ticks
             turn = self.turns[(self.turns.index(turn) + 1) % self.count]
 
     def _count(self, stages: Sequence[int], rounds: int = 1) -> None:
@@ -248,8 +249,10 @@ class SteadyRun:
         target = to_device(stage.device, link.recv("Y", s, i)) if stage.judges else None
         return i, link.recv("F", s, i), target
 
-    def _tick(self, turn: Turn, parts: Sequence[StackRows], stages: range) -> None:
-        """Run the tick of these stages of a turn: of these rows of stacks, and of stages outside."""
+    def _tick(self, turn: Turn, parts: Sequence[StackRows], stages: range, most: int = 1) -> int:
+        """Run the tick of these stages of a turn: of these rows of stacks, and of stages outside. Returns the number of
+        ticks: a CUDA graph may do up to `most`, of which it counts all but one.
+        """
         worker, f, b, k = self.worker, self.f, self.b, turn.rounds
         link, others = worker.link, [s for s in turn.others if s in stages]
         if worker.began is not None:
@@ -265,15 +268,19 @@ class SteadyRun:
         judges = turn.judge is not None and worker.last in stages
         asked = self.question(turn) if judges else None
         with torch.no_grad():
-            gx = (self._one_by_one if turn.fused is None else self._fused)(turn, parts, given, asked, stages)
+            if turn.fused is None:
+                gx = self._one_by_one(turn, parts, given, asked, stages)
+            else:
+                gx = self._fused(turn, parts, given, asked, most)
             if asked is not None:
-                link.send("B", worker.last - 1, asked[0], gx)
+                link.send("B", worker.last - 1, asked[0] + turn.rounds - k, gx)
         if others:
             ops = [(s, b[s] + k) for s in others]
             worker.backward(ops)
             if self.groups is None:
                 worker.update(ops)
         self.update_groups(turn, stages)
+        return turn.rounds - k + 1
 
     def enter(self, ops: Ops) -> None:
         """Tell the worker at which versions the micro-batches have entered whose F stages do one by one."""
@@ -285,17 +292,6 @@ class SteadyRun:
         if self.groups is not None:
             came = [(s, self.b[s] + turn.rounds) for s in sorted([*turn.inside, *turn.others]) if s in stages]
             self.groups.done(came, lambda i: self.options.get(i, self._now))
-
-    def _leave(self, turn: Turn, mine: StackTick, stages: range, kind: Literal["F", "B"]) -> None:
-        """Send what a stack has computed for stages outside of all stacks."""
-        link, f, b, k = self.worker.link, self.f, self.b, turn.rounds
-        for one, direction, s, row in turn.leaving:
-            if one is mine and direction == kind and s in stages:
-                place = one.stack.places[row]
-                if kind == "F":
-                    link.send("F", s + 1, f[s] + k, one.sent("F", f[s] + k + place, row))
-                else:
-                    link.send("B", s - 1, b[s] + k, one.sent("B", b[s] + k - place, row))
 
     def _ticks(self, part: StackRows, rounds: int) -> tuple[int, int]:
         """Return the micro-batches of F and B at a place p = 0, when these rows have done so many rounds."""
@@ -310,29 +306,35 @@ class SteadyRun:
         assert asked is None or turn.judge is not None
         gx = None if asked is None else self.judging.whole(turn.judge, turn.steps[-1], asked)  # type: ignore[arg-type]
         for part, some in zip(parts, given, strict=True):
-            leave, ticks = partial(self._leave, turn, part.one, stages), self._ticks(part, turn.rounds)
+            leave = partial(turn.leave, self.worker.link, (self.f, self.b), part.one, stages)
+            ticks = self._ticks(part, turn.rounds)
             part.one.eager(part.rows, *ticks, some, turn.steps[part.number], self.joint, leave)
         self.joint.make()
         return gx
 
     def _fused(
-        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[Given], asked: Asked | None, stages: range
+        self, turn: Turn, parts: Sequence[StackRows], given: Sequence[Given], asked: Asked | None, most: int
     ) -> Any:
-        """Run the compiled function of the turn. Returns the gradient of the last stage's input."""
-        fused, judge, gx = turn.fused, turn.judge, None
-        stay, ticks = isinstance(fused, CudaGraphed), [self._ticks(part, turn.rounds) for part in parts]
+        """Run the compiled function of the turn; a CUDA graph up to `most` times, all but one of which the turn counts.
+        Returns the gradient of the last stage's input.
+        """
+        judge, captured = turn.judge if isinstance(turn.judge, LossStage) and asked is not None else None, turn.captured
+        ticks = [self._ticks(part, turn.rounds) for part in parts]
         for part, (f, _) in zip(parts, ticks, strict=True):
             part.one.before(f, turn.steps[part.number])
         each = [
-            part.one.changing(b, xs, gs(), stay=stay)
-            for part, (_, b), (xs, gs) in zip(parts, ticks, given, strict=True)
+            part.one.changing(f, b, xs, gs(), stay=captured is not None)
+            for part, (f, b), (xs, gs) in zip(parts, ticks, given, strict=True)
         ]
-        if isinstance(judge, LossStage) and asked is not None:
-            each.append(judge.changing(*asked[1:]))
-        judged = isinstance(judge, LossStage) and asked is not None
-        before = self.judging.before(judge, turn.steps[-1]) if judge is not None and judged else []
+        each += [] if judge is None or asked is None else [judge.changing(*asked[1:])]
+        before = [] if judge is None else self.judging.before(judge, turn.steps[-1])
         try:
-            found = fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told)])
+            if captured is None:
+                found = turn.fused(turn.fixed, [(*some, *how) for some, how in zip(each, turn.told, strict=True)])
+            else:
+                captured.run(each)
+                self._again(turn, captured, parts, most)
+                found, ticks = captured.results(), [self._ticks(part, turn.rounds) for part in parts]
         except Exception as error:
             names = numbered("stage", sorted(s for part in parts for s in part.one.stack.numbers))
             raise StageError(f"{names} and the loss: a tick failed: {error}") from error
@@ -340,20 +342,32 @@ class SteadyRun:
             one = part.one
             one.ys.send(f, part.rows, ys)
             one.gxs.send(b, part.rows, gxs)
-            one.rings.put(f, left)
+            if captured is None:
+                one.rings.put(f, left)
             one.finish(b, factors, turn.steps[part.number])
             count(one.stack.rows.whole, turn.steps[part.number])
-            self._leave(turn, one, stages, "F")
-            self._leave(turn, one, stages, "B")
-        if isinstance(judge, LossStage) and asked is not None:
-            loss, gxs = found[-1]
-            self.judging.drift(judge, before, turn.steps[-1])
-            count(judge.rows.whole, turn.steps[-1])
-            gx = packed(gxs, judge.packed)
-            self.judged(asked[0], loss)
-            if isinstance(turn.steps[-1], OwnStep):
-                judge.rows.whole.move(turn.steps[-1], judge.rows.whole.gradients())
-        return gx
+            turn.leave(self.worker.link, (self.f, self.b), one, range(self.worker.count), "F")
+            turn.leave(self.worker.link, (self.f, self.b), one, range(self.worker.count), "B")
+        if judge is None:
+            return None
+        loss, gxs = found[-1]
+        self.judging.drift(judge, before, turn.steps[-1])
+        count(judge.rows.whole, turn.steps[-1])
+        self.judged(self.f[judge.stage.index] + turn.rounds, loss)
+        if isinstance(turn.steps[-1], OwnStep):
+            judge.rows.whole.move(turn.steps[-1], judge.rows.whole.gradients())
+        return packed(gxs, judge.packed)
+
+    def _again(self, turn: Turn, captured: CapturedTicks, parts: Sequence[StackRows], most: int) -> None:
+        """Run further ticks of a turn, up to `most` with the one before, and count them."""
+        if len(self.turns) > 1 or turn.others or not self.uniform or self.worker.began is not None:
+            return
+        k, first, last = turn.rounds, self.f[self.worker.first], self.f[self.worker.last]
+
+        def waits(n: int) -> list[Places]:
+            return [part.one.waits(*self._ticks(part, k + n)) for part in parts]
+
+        turn.rounds += captured.go_on(self.worker.link.box, first + k, last + k, waits, self.judged, most)
 
     # -- the end -------------------------------------------------------------------------------------------------------
 

@@ -31,7 +31,7 @@ from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.row_clipping import RowClipping
 from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.sgd_rows import Step
-from pipeback.vectorized.steps.step_form import How, Numbers, Slots, kept, numbers, shifted, slots
+from pipeback.vectorized.steps.step_form import How, Numbers, Places, Slots, kept, numbers, shifted, slots
 from pipeback.vectorized.tracing.forms import leaves, packed
 from pipeback.vectorized.tracing.graphs import Graph, direct
 from pipeback.vectorized.tracing.product_gradients import accumulating
@@ -176,8 +176,8 @@ class StackTick:
         rings = (self.rings.saved, () if self.stash is None else self.stash.rings) if stay else ((), ())
         return self.stack.rows.weights, kept(self.stack.rows.whole, step), self.drift, *rings
 
-    def changing(self, b: int, xs: Parts, gs: Parts, *, stay: bool) -> tuple[Any, ...]:
-        """Return the next arguments of `compiled`: those that change at every tick."""
+    def changing(self, f: int, b: int, xs: Parts, gs: Parts, *, stay: bool) -> tuple[Any, ...]:
+        """Return the next arguments of `compiled`: those that change at every tick. f, b: see `given`."""
         rings, stash = self.rings, self.stash
         xs, gs = (
             [
@@ -187,8 +187,12 @@ class StackTick:
             for parts, pieces in zip((xs, gs), self.pieces[self.all], strict=True)
         )
         if stay:
-            return rings.slot(b), () if stash is None else stash.slot(b), xs, gs
+            return self.waits(f, b), () if stash is None else stash.slot(b), xs, gs
         return rings.left(b), () if stash is None else stash.slots(b), xs, gs
+
+    def waits(self, f: int, b: int) -> Places:
+        """Return where tensors wait at a tick. f, b: see `given`."""
+        return Places(self.rings.slot(b), self.rings.places(f))
 
     def told(self, step: AnyStep) -> tuple[Any, ...]:
         """Return the last arguments of `compiled`: the numbers of the step."""

@@ -6,15 +6,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
+from pipeback.runtime.link import StageLink
 from pipeback.vectorized.making.cuda_graph import CudaGraphed
 from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.step_plan import StepPlan
+from pipeback.vectorized.ticks.captured_ticks import CapturedTicks
 from pipeback.vectorized.ticks.loss_stage import LossStage
 from pipeback.vectorized.ticks.output_stage import OutputStage
 from pipeback.vectorized.ticks.tick import StackTick
-from pipeback.vectorized.ticks.wiring import Where, entering, leaving, pieces
+from pipeback.vectorized.ticks.wiring import Ends, Where, entering, leaving, pieces
 
 
 class StackRows(NamedTuple):
@@ -49,6 +51,7 @@ class Turn:
         self.fused: Any = None  # a compiled tick with steps of this form
         self.fixed: list[Any] = []  # its arguments that stay the same
         self.told: list[Any] = []
+        self.captured: CapturedTicks | None = None  # the compiled tick as a CUDA graph
         self.plans = [one.stack.plan for one in moving]
         if judge is not None and plan is not None:
             self.plans.append(plan)
@@ -73,6 +76,17 @@ class Turn:
             self._parts[stages] = found
         return self._parts[stages]
 
+    def leave(self, link: StageLink, ends: Ends, mine: StackTick, stages: range, kind: Literal["F", "B"]) -> None:
+        """Send what a stack has computed for stages outside of all stacks. ends: see `SteadyRun`, of F and of B."""
+        (f, b), k = ends, self.rounds
+        for one, direction, s, row in self.leaving:
+            if one is mine and direction == kind and s in stages:
+                place = one.stack.places[row]
+                if kind == "F":
+                    link.send("F", s + 1, f[s] + k, one.sent("F", f[s] + k + place, row))
+                else:
+                    link.send("B", s - 1, b[s] + k, one.sent("B", b[s] + k - place, row))
+
     def fuse(self, compiled: Any) -> None:
         """Use a compiled function for this turn, with these steps."""
         judge = [self.judge] if isinstance(self.judge, LossStage) else []  # a tick with any other is not compiled
@@ -81,9 +95,12 @@ class Turn:
         self.fused = compiled
         self.fixed = [one.fixed(step, stay=stay) for one, step in pairs]
         self.told = [one.told(step) for one, step in pairs]
+        if isinstance(compiled, CudaGraphed):
+            last = judge[0] if judge else None
+            self.captured = CapturedTicks(compiled, self.moving, last, self.steps, self.fixed, self.told)
 
     def look(self) -> None:
         """Note that somebody may have changed the optimizers or their state."""
-        self.fused = None
+        self.fused = self.captured = None
         for plan in self.plans:
             plan.rows.alone = False
