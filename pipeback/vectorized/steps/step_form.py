@@ -17,7 +17,7 @@ from pipeback.vectorized.steps.summed_step import SummedStep
 Slots = Sequence[Tensor] | Tensor
 
 
-class Places(NamedTuple):
+class RingPlaces(NamedTuple):
     """Where tensors wait, as numbers on the device. read: the slot that B reads. write: the lines for what F saves."""
 
     read: Tensor
@@ -26,7 +26,7 @@ class Places(NamedTuple):
 
 def slots(rings: Sequence[Tensor], at: Slots) -> Sequence[Tensor]:
     """Return the slots of this number, written for a compiler; `at` may be the slots themselves."""
-    at = at.read if isinstance(at, Places) else at
+    at = at.read if isinstance(at, RingPlaces) else at
     return [ring.index_select(0, at)[0] for ring in rings] if isinstance(at, Tensor) else at
 
 

@@ -17,7 +17,7 @@ from pipeback.tensors.copies import to_device
 from pipeback.vectorized.making.cuda_graph import Captured, CudaGraphed, copy_each
 from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.row_tensors import AnyStep
-from pipeback.vectorized.steps.step_form import Places, count
+from pipeback.vectorized.steps.step_form import RingPlaces, count
 from pipeback.vectorized.ticks.fused_tick import hands_on
 from pipeback.vectorized.ticks.loss_stage import LossStage
 from pipeback.vectorized.ticks.tick import StackTick
@@ -68,7 +68,7 @@ class CapturedTicks:
         box: dict[Name, Any],
         first: int,
         last: int,
-        waits: Callable[[int], Sequence[Places]],
+        waits: Callable[[int], Sequence[RingPlaces]],
         judged: Callable[[int, Tensor], None],
         most: int,
     ) -> int:
@@ -99,7 +99,7 @@ class CapturedTicks:
             return False
         return self._moving[0].fits(x) and (target.shape, target.dtype) == self._judge.form[-1]
 
-    def _tick(self, graph: Captured, waits: Sequence[Places], x: Any, target: Any) -> None:
+    def _tick(self, graph: Captured, waits: Sequence[RingPlaces], x: Any, target: Any) -> None:
         """Do a tick at which stacks get from each other what the graph has handed on."""
         *stacks, (_, wanted, *_) = graph.inside
         first = next(xs for (_, _, xs, *_), one in zip(stacks, self._moving, strict=True) if not one.first)

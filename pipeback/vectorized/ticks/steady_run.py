@@ -19,20 +19,20 @@ from pipeback.errors import StageError
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Ops
 from pipeback.schedules.spans import TickSpan
-from pipeback.stages.joint_optimizer import Options
 from pipeback.tensors.copies import to_device
 from pipeback.vectorized.buffers.version_ring import EntryVersions
 from pipeback.vectorized.steps.asked_steps import AskedSteps
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.row_tensors import AnyStep
-from pipeback.vectorized.steps.step_form import Places, count
+from pipeback.vectorized.steps.step_form import RingPlaces, count
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.ticks.captured_ticks import CapturedTicks
 from pipeback.vectorized.ticks.catch_up import Rounds
 from pipeback.vectorized.ticks.in_turn import InTurn
 from pipeback.vectorized.ticks.judging import Asked, Judge, Judging
 from pipeback.vectorized.ticks.loss_stage import LossStage, form
+from pipeback.vectorized.ticks.run_options import RunOptions
 from pipeback.vectorized.ticks.tick import Parts, StackTick
 from pipeback.vectorized.ticks.turn import StackRows, Turn
 from pipeback.vectorized.ticks.updates_by_group import UpdatesByGroup
@@ -76,10 +76,9 @@ class SteadyRun:
         self._began = list(f), list(b)
         self.turns: list[Turn] = []  # of the even stages, and of the odd ones
         self.judge: Judge | None = None
-        first = worker.stages[worker.first]
-        self.options: dict[int, Options] = {i: flight.options for i, flight in first.flights.items()}
-        self.uniform = self._looked = False
-        self._now = next(iter([*self.options.values(), *worker.options.values()]))
+        flights = worker.stages[worker.first].flights
+        self.options = RunOptions({i: flight.options for i, flight in flights.items()} or worker.options)
+        self._looked = False
         self._even = True  # whether all stages of a turn have done the same number of rounds
         self._grow()
 
@@ -147,13 +146,7 @@ class SteadyRun:
 
     def _grow(self) -> None:
         """Take in the options of micro-batches that have come, and forget those that are no longer needed."""
-        first = min(self._next()[1][self.worker.first : self.worker.last + 1]) - 1
-        known = self.options | self.worker.options
-        self.options = {i: options for i, options in known.items() if i >= first}
-        now = self.options[max(self.options)]
-        self.uniform = all(some is now for some in self.options.values())
-        if now is not self._now:
-            self._now = now
+        if self.options.grow(self.worker.options, self._oldest):
             for turn in self.turns:
                 turn.steps = []
 
@@ -222,7 +215,9 @@ class SteadyRun:
 
     def steps(self, turn: Turn) -> list[AnyStep] | None:
         """Return the steps of each stack's weights, and then of the last stage's, at the next tick of a turn."""
-        if turn.steps and self.uniform and not turn.varies and self.groups is None:
+        if not self.options.uniform:
+            self.options.done(self._oldest)
+        if turn.steps and self.options.uniform and not turn.varies and self.groups is None:
             return turn.steps
         found = [self._step(plan, turn.rounds) for plan in turn.plans]
         turn.steps = [step for step in found if step is not None]
@@ -233,11 +228,11 @@ class SteadyRun:
         return turn.steps
 
     def _step(self, plan: StepPlan, rounds: int) -> AnyStep | None:
-        if self.uniform:
-            fore = back = [self._now] * len(plan.stages)
+        if self.options.uniform:
+            fore = back = [self.options.now] * len(plan.stages)
         else:
             numbers = [stage.index for stage in plan.stages]
-            fore, back = ([self.options.get(i[n] + rounds, self._now) for n in numbers] for i in (self.f, self.b))
+            fore, back = ([self.options.of(i[n] + rounds) for n in numbers] for i in (self.f, self.b))
         step = self.asked.step(plan, fore, back, rounds)
         return step if self.groups is None else self.groups.step(step, plan.stages, self.f, rounds)
 
@@ -291,7 +286,7 @@ class SteadyRun:
         """Make the updates of several micro-batches that are due after a round of these stages of a turn."""
         if self.groups is not None:
             came = [(s, self.b[s] + turn.rounds) for s in sorted([*turn.inside, *turn.others]) if s in stages]
-            self.groups.done(came, lambda i: self.options.get(i, self._now))
+            self.groups.done(came, self.options.of)
 
     def _ticks(self, part: StackRows, rounds: int) -> tuple[int, int]:
         """Return the micro-batches of F and B at a place p = 0, when these rows have done so many rounds."""
@@ -360,11 +355,11 @@ class SteadyRun:
 
     def _again(self, turn: Turn, captured: CapturedTicks, parts: Sequence[StackRows], most: int) -> None:
         """Run further ticks of a turn, up to `most` with the one before, and count them."""
-        if len(self.turns) > 1 or turn.others or not self.uniform or self.worker.began is not None:
+        if len(self.turns) > 1 or turn.others or not self.options.uniform or self.worker.began is not None:
             return
         k, first, last = turn.rounds, self.f[self.worker.first], self.f[self.worker.last]
 
-        def waits(n: int) -> list[Places]:
+        def waits(n: int) -> list[RingPlaces]:
             return [part.one.waits(*self._ticks(part, k + n)) for part in parts]
 
         turn.rounds += captured.go_on(self.worker.link.box, first + k, last + k, waits, self.judged, most)
@@ -377,6 +372,11 @@ class SteadyRun:
         rounds = [rounds[s % len(rounds)] for s in range(self.worker.count)]
         f, b = ([i + n for i, n in zip(mbs, rounds, strict=True)] for mbs in (self.f, self.b))
         return f, b
+
+    @property
+    def _oldest(self) -> int:
+        """The oldest micro-batch whose options are still needed: the last one of which a stage has done B."""
+        return min(self._next()[1][self.worker.first : self.worker.last + 1]) - 1
 
     def finish(self) -> None:
         """Bring flights, versions, options and the ledger up to date."""
@@ -392,7 +392,7 @@ class SteadyRun:
         for turn in self.turns:
             for plan in turn.plans:
                 plan.state.give()
-        rounds.tell(self.moving, self.judge, self.options, stashes=self.worker.stash)
+        rounds.tell(self.moving, self.judge, self.options.known, stashes=self.worker.stash)
 
 
 def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:

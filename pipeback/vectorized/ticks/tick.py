@@ -31,7 +31,7 @@ from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.row_clipping import RowClipping
 from pipeback.vectorized.steps.row_tensors import AnyStep
 from pipeback.vectorized.steps.sgd_rows import Step
-from pipeback.vectorized.steps.step_form import How, Numbers, Places, Slots, kept, numbers, shifted, slots
+from pipeback.vectorized.steps.step_form import How, Numbers, RingPlaces, Slots, kept, numbers, shifted, slots
 from pipeback.vectorized.tracing.forms import leaves, packed
 from pipeback.vectorized.tracing.graphs import Graph, direct
 from pipeback.vectorized.tracing.product_gradients import accumulating
@@ -190,9 +190,9 @@ class StackTick:
             return self.waits(f, b), () if stash is None else stash.slot(b), xs, gs
         return rings.left(b), () if stash is None else stash.slots(b), xs, gs
 
-    def waits(self, f: int, b: int) -> Places:
+    def waits(self, f: int, b: int) -> RingPlaces:
         """Return where tensors wait at a tick. f, b: see `given`."""
-        return Places(self.rings.slot(b), self.rings.places(f))
+        return RingPlaces(self.rings.slot(b), self.rings.places(f))
 
     def told(self, step: AnyStep) -> tuple[Any, ...]:
         """Return the last arguments of `compiled`: the numbers of the step."""
