@@ -40,7 +40,8 @@ from pipeback.weights import aliases
 class Built(NamedTuple):
     """The parts of a pipeline before anything has run.
 
-    delays: delay D of every stage. optimizers: one per stage. aliases: all names of each weight and buffer.
+    delays: delay D of every stage. optimizers: one per stage. aliases: all names of each weight and buffer. graphed:
+    whether ticks of stages as one become CUDA graphs.
     """
 
     options: PipelineOptions
@@ -52,6 +53,7 @@ class Built(NamedTuple):
     aliases: dict[str, list[str]]
     holding: HeldStages
     setting: Setting
+    graphed: bool
 
 
 def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptions) -> Built:
@@ -130,14 +132,15 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
             holding.everywhere += building.twins(parts, model.program, replicas)
             holding.take_up()
         undone.pop_all()
+    graphed = _graphed(stages, options, holding)
     setting = Setting(
         delays, options.debug.order, options.debug.seed, options.processes.link, options.threads,
         {"clip_norm": options.clipping.norm, "clip_value": options.clipping.value,
          "samples": options.micro_batches.weights == "samples" and not _alone(method, replicas),
          "check_finite": options.debug.check_finite},
-        _stacks(stages, method, options, holding) if options.vectorize else [],
+        _stacks(stages, method, options, holding, graphed) if options.vectorize else [],
     )  # fmt: skip
-    return Built(options, model, method, delays, replicas, optimizers, names, holding, setting)
+    return Built(options, model, method, delays, replicas, optimizers, names, holding, setting, graphed)
 
 
 def _spread(
@@ -166,14 +169,29 @@ def _alone(method: Method, replicas: int) -> bool:
     return single and replicas == 1 and not (method.flush_each_push or overrides(method, "schedule_at"))
 
 
-def _stacks(stages: Sequence[Stage], method: Method, options: PipelineOptions, holding: HeldStages) -> Sequence[Any]:
+def _graphed(stages: Sequence[Stage], options: PipelineOptions, holding: HeldStages) -> bool:
+    """Whether ticks become CUDA graphs: where that was asked for, and by "auto" where one worker has all stages on one
+    GPU, and nothing looks at single stages or micro-batches.
+    """
+    if options.vectorize != "auto":
+        return options.vectorize == "cuda_graph"
+    clipping, weights = options.clipping, options.micro_batches.weights
+    looks = options.loss is None or options.masters or clipping.norm or clipping.value or weights == "samples"
+    devices = {stage.device for stage in stages if stage.device is not None}
+    on_one = len(devices) == 1 and next(iter(devices)).type == "cuda"
+    return on_one and not (looks or options.compile or holding.shared or holding.store is not None)
+
+
+def _stacks(
+    stages: Sequence[Stage], method: Method, options: PipelineOptions, holding: HeldStages, graphed: bool
+) -> Sequence[Any]:
     """Return stacks of stages that may run as one; none yet where they are made later."""
     from pipeback.vectorized.stacks import choose_stacks  # here: its room takes a sixth of the time of the import
 
-    asked = options.compile, options.vectorize
-    if not choose_stacks.check(stages, method, *asked, holding.most_as_one) or holding.shared:
+    most = holding.most_as_one
+    if not choose_stacks.check(stages, method, options.compile, options.vectorize, most) or holding.shared:
         return []
-    return choose_stacks.stacked(stages, method, *asked, len(stages), most=holding.most_as_one)
+    return choose_stacks.stacked(stages, method, options.compile, graphed, len(stages), most=most)
 
 
 def _agree(

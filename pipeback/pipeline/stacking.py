@@ -23,7 +23,7 @@ class Stacking:
 
     def __init__(self, built: Built) -> None:
         options = built.options
-        self._asked, self._compile = options.vectorize, options.compile
+        self._asked, self._compile, self._graphed = options.vectorize, options.compile, built.graphed
         self._holding, self._method, self._worker = built.holding, built.method, built.setting.worker
         self.stacks: list[Any] = list(built.setting.stacks)
         self.told: dict[str, str] = {}
@@ -56,7 +56,7 @@ class Stacking:
         self.stacks = [
             stack
             for stages in self._own
-            for stack in stacked(stages, self._method, self._compile, self._asked, len(self._holding.stages), owner)
+            for stack in stacked(stages, self._method, self._compile, self._graphed, len(self._holding.stages), owner)
         ]
 
     @property
@@ -110,7 +110,7 @@ class Stacking:
         holding = self._holding
         asked = Request(
             self._method, self._asked, current, self._worker, len(holding.stages), self._together, self._flush,
-            holding.most_as_one, holding.all_present,
+            holding.most_as_one, holding.all_present, graphed=self._graphed, pushed=self._pushed,
         )  # fmt: skip
         found: list[Any] = []
         told: dict[str, str] = {}
@@ -168,7 +168,7 @@ class Stacking:
             mine = [stack for stack in self.stacks if stack.stages[0] in stages]
             some = [group for group in groups if here.keys() >= set(group)]
             count, most = len(self._holding.stages), self._holding.most_as_one
-            found += regrouped(here, mine, some, self._method, self._compile, self._asked, count, most)
+            found += regrouped(here, mine, some, self._method, self._compile, self._graphed, count, most)
         self.stacks = found
 
 

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback.vectorized.making.cuda_graph import CudaGraphed
 from tests.laws.as_one import S, doubles, model, same, unlike
 from tests.laws.cases import CASES, allowed, pipeline, weights
 
@@ -52,6 +53,13 @@ def test_methods(case, optimizer, vectorize):
 @pytest.mark.parametrize("build", [model, unlike])
 def test_clipped(vectorize, build):
     same(pushed("pb", "momentum", build, clip=0.05, vectorize=vectorize), pushed("pb", "momentum", build, clip=0.05))
+
+
+def test_auto_captures_ticks_of_long_pushes(monkeypatch):
+    found, at = [], CudaGraphed.at
+    monkeypatch.setattr(CudaGraphed, "at", lambda *given: found.append(at(*given)) or found[-1])
+    same(pushed("cerebras", "momentum", vectorize="auto"), pushed("cerebras", "momentum"))
+    assert found
 
 
 @pytest.mark.parametrize("case", ["pb", "cerebras", "gpipe-4"])

@@ -222,6 +222,22 @@ def test_ticks_as_graphs(case, optimizer, changes, leapt, further):
     assert sum(further) > 15 or changes or case in ("pipedream", "pipemare")
 
 
+@pytest.mark.parametrize(
+    ("case", "sizes", "graphs"), [("pb", (20, 1, 29), 1), ("pb", (8, 42), 0), ("gpipe-4", (48,), 0)]
+)
+def test_auto_on_one_device_that_has_graphs(case, sizes, graphs, monkeypatch):
+    """Ticks become graphs if the first push is of more than a few micro-batches; a flush is no tick."""
+    made = []
+    monkeypatch.setattr("pipeback.pipeline.build._graphed", lambda *given: True)
+    monkeypatch.setattr(
+        "pipeback.vectorized.stacks.choose_stacks.CudaGraphed", lambda f: made.append(Again(f)) or made[-1]
+    )
+    one, _ = pipelines(case, "momentum")
+    auto = pipeline(model(), CASES[case](S), "momentum", micro_batch_size=3, vectorize="auto")
+    same(pushed(auto, sizes), pushed(one, sizes))
+    assert len(made) == graphs and (not graphs or made[0].count == 1)
+
+
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: ticks as CUDA graphs")
 @pytest.mark.parametrize(("case", "optimizer"), [("pb", "momentum"), ("pb", "adamw"), ("cerebras", "momentum")])
 def test_ticks_as_cuda_graphs(case, optimizer, leapt):

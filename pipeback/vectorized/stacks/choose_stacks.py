@@ -95,17 +95,17 @@ def stacked(
     stages: Sequence[Stage],
     method: Method,
     compile: bool | dict[str, Any],
-    vectorize: bool | str,
+    graphed: bool,
     count: int,
     owner: Sequence[int] | None = None,
     most: int | None = None,
 ) -> list[Stack]:
     """Return stacks of those of these stages that look alike; `fitting` finds out whether they are.
 
-    Where a whole tick is one function, single stages are part of it as well. count: the stages of the pipeline. owner:
-    see `alike`. most: see `Shaper`.
+    Where a whole tick is one function, single stages are part of it as well. graphed: whether it becomes a CUDA graph.
+    count: the stages of the pipeline. owner: see `alike`. most: see `Shaper`.
     """
-    shaper = _shaper(method, compile, vectorize, count, most)
+    shaper = _shaper(method, compile, graphed, count, most)
     groups = _groups(stages, method, count, owner)
     if most is not None:  # stages without weights never come to the device
         groups = [part for group in groups if list(group[0].module.parameters()) for part in _parts(group, most)]
@@ -124,11 +124,9 @@ def _parts(group: Sequence[Stage], most: int) -> list[list[Stage]]:
     return [list(group[begin:end]) for begin, end in pairwise(ends)]
 
 
-def _shaper(
-    method: Method, compile: bool | dict[str, Any], vectorize: bool | str, count: int, most: int | None
-) -> Shaper:
+def _shaper(method: Method, compile: bool | dict[str, Any], graphed: bool, count: int, most: int | None) -> Shaper:
     options = compiled.options(compile, keep=False) if compile else None
-    return Shaper(method, count, options, vectorize == "cuda_graph", most)
+    return Shaper(method, count, options, graphed, most)
 
 
 def _groups(stages: Sequence[Stage], method: Method, count: int, owner: Sequence[int] | None) -> list[list[Stage]]:
@@ -146,7 +144,7 @@ def regrouped(
     groups: Sequence[Sequence[int]],
     method: Method,
     compile: bool | dict[str, Any],
-    vectorize: bool | str,
+    graphed: bool,
     count: int,
     most: int | None = None,
 ) -> list[Stack]:
@@ -154,7 +152,7 @@ def regrouped(
     wanted = [list(numbers) for numbers in groups]
     if all(numbers in [stack.numbers for stack in stacks] for numbers in wanted):
         return list(stacks)
-    shaper = _shaper(method, compile, vectorize, count, most)
+    shaper = _shaper(method, compile, graphed, count, most)
     taken = {s for numbers in wanted for s in numbers}
     for stack in stacks:
         rest = [s for s in stack.numbers if s not in taken]

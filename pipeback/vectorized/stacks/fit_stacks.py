@@ -42,7 +42,8 @@ class Request(NamedTuple):
     after how many micro-batches the pipeline waits for the last of them to come to the last stage; None: it need not.
     flush: the micro-batches of a flush that one worker does as a whole; 0: there is none. most: see `Shaper`. present:
     a context in which the weights of these stages are on their device. in_turn: whether micro-batches that come
-    together go one by one through all stages (`ticks/in_turn`).
+    together go one by one through all stages (`ticks/in_turn`). graphed: whether stacks are made for CUDA graphs, be it
+    by "auto". pushed: the micro-batches of the first push.
     """
 
     method: Method
@@ -55,6 +56,8 @@ class Request(NamedTuple):
     most: int | None = None
     present: Callable[[Sequence[Stage]], AbstractContextManager[None]] = lambda stages: nullcontext()
     in_turn: bool = False
+    graphed: bool = False
+    pushed: int = 1
 
     @property
     def conditions(self) -> whole_cost.Conditions:
@@ -115,14 +118,16 @@ def fitting(
     """
     if again:
         return list(stacks), _learnt(stacks, seen, asked)
-    options, graphed = stacks[0].maker.options, asked.vectorize == "cuda_graph"
-    shaper = Shaper(asked.method, asked.stages, options, graphed, asked.most)
+    auto = asked.vectorize == "auto"
+    if asked.graphed and auto:
+        stacks, asked = _captured(stacks, asked)
+    shaper = Shaper(asked.method, asked.stages, stacks[0].maker.options, asked.graphed, asked.most)
     few = asked.together is not None and asked.together <= FEW
     asked = asked._replace(in_turn=few and stacks[0].maker.fuse is None and asked.why_not(stacks) is None)
     every, kept, reasons = _divided(stacks, seen, asked, shaper)
     several = [stack for stack in every if not stack.alone]
     missed = bool(several) and not any(stack in kept for stack in several)
-    if (not kept or missed) and asked.vectorize != "auto":
+    if (not kept or missed) and not auto:
         told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise ValueError(
             f'vectorize={asked.vectorize!r}: no stages can run as one ({told}); use vectorize="auto" or False'
@@ -135,6 +140,18 @@ def fitting(
                 if asked.most is not None:
                     JoinedHomes([stage])
     return kept, reasons
+
+
+def _captured(stacks: Sequence[Stack], asked: Request) -> tuple[list[Stack], Request]:
+    """Return the stacks, and what is to be found out about them, where "auto" may let ticks become CUDA graphs.
+
+    Whatever can be part of a graph is, since no call by itself is as fast. Stacks do without graphs where no tick can
+    be one, and where micro-batches come one by one, and so go through the stages in turn.
+    """
+    if asked.pushed > FEW and not asked.flush and asked.why_not(stacks) is None:
+        return list(stacks), asked._replace(vectorize="cuda_graph")
+    shaper = Shaper(asked.method, asked.stages, stacks[0].maker.options, False, asked.most)
+    return [stack if stack.flying else shaper.stack(stack.stages) for stack in stacks], asked._replace(graphed=False)
 
 
 # -- which stacks can --------------------------------------------------------------------------------------------------
