@@ -80,7 +80,8 @@ class Pipeline(OutsideCalls):
     Speed, clipping and debugging
     compile     True, or a dict of torch.compile's options: the forward of every stage is compiled for training
     vectorize   run stages that are alike as one, wherever they stand: True, "auto" (where this was measured to be
-                faster) or "cuda_graph". Results differ from those of the event loop in rounding; losses are lazy
+                faster; on one GPU as "cuda_graph", if pushes are long) or "cuda_graph". Results differ from those of
+                the event loop in rounding; losses are lazy
     clip_norm   largest norm of a stage's averaged gradient, before the method uses it; or a `Clipping`
     debug       a `Debug`: the order of operations, checks of losses, layers that save functions of weights
 
