@@ -43,6 +43,9 @@ class CapturedTicks:
         self._steps, self._rows = steps, [one.stack.rows.whole for one in moving]
         if judge is not None:
             self._rows.append(judge.rows.whole)
+        self._first = next(
+            (one for one in moving if not one.first), None
+        )  # the stack of the first stage, if it is here
         self._graph: Captured | None = None
         # what is done between two ticks outside of the graph: checks of the loss, copies of weights, and more of a step
         checks = judge is None or judge.check
@@ -95,14 +98,20 @@ class CapturedTicks:
 
     def _takes(self, x: Any, target: Any) -> bool:
         """Whether an input of the pipeline and a target are there, of the form for which the graph was captured."""
-        if x is None or type(target) is not Tensor or self._judge is None or self._judge.form is None:
+        if (
+            x is None
+            or type(target) is not Tensor
+            or self._first is None
+            or self._judge is None
+            or not self._judge.form
+        ):
             return False
-        return self._moving[0].fits(x) and (target.shape, target.dtype) == self._judge.form[-1]
+        return self._first.fits(x) and (target.shape, target.dtype) == self._judge.form[-1]
 
     def _tick(self, graph: Captured, waits: Sequence[RingPlaces], x: Any, target: Any) -> None:
         """Do a tick at which stacks get from each other what the graph has handed on."""
         *stacks, (_, wanted, *_) = graph.inside
-        first = next(xs for (_, _, xs, *_), one in zip(stacks, self._moving, strict=True) if not one.first)
+        first = next(xs for (_, _, xs, *_), one in zip(stacks, self._moving, strict=True) if one is self._first)
         places = [pair for mine, now in zip(stacks, waits, strict=True) for pair in zip(mine[0], now, strict=True)]
         inputs = [(some[0], t) for some, t in zip(first, leaves(x), strict=True)]
         copy_each([*places, *inputs, (wanted, to_device(wanted.device, target))])
