@@ -80,6 +80,13 @@ class CudaGraphed:
         return graph.replay, found
 
 
+def room_for(nbytes: int, device: torch.device) -> bool:
+    """Whether a GPU has memory for graphs beside tensors of so many bytes that wait in place: before a capture they are
+    copied, and the graph keeps about as much.
+    """
+    return device.type != "cuda" or 2 * nbytes <= torch.cuda.mem_get_info(device)[0]
+
+
 def _nothing(found: Any, changing: Any) -> None:
     pass
 

@@ -15,6 +15,7 @@ from pipeback.schedules.order import Order
 from pipeback.stages.joined_homes import JoinedHomes
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
+from pipeback.vectorized.making.cuda_graph import room_for
 from pipeback.vectorized.stacks import whole_cost
 from pipeback.vectorized.stacks.choose_stacks import Shaper
 from pipeback.vectorized.stacks.eligible import why_not
@@ -120,7 +121,11 @@ def fitting(
         return list(stacks), _learnt(stacks, seen, asked)
     auto = asked.vectorize == "auto"
     if asked.graphed and auto:
-        stacks, asked = _captured(stacks, asked)
+        found = _captured(stacks, seen, asked)
+        if found is not None:
+            return found
+        asked = asked._replace(graphed=False)
+        stacks = _without_graphs(stacks, asked)
     shaper = Shaper(asked.method, asked.stages, stacks[0].maker.options, asked.graphed, asked.most)
     few = asked.together is not None and asked.together <= FEW
     asked = asked._replace(in_turn=few and stacks[0].maker.fuse is None and asked.why_not(stacks) is None)
@@ -132,6 +137,11 @@ def fitting(
         raise ValueError(
             f'vectorize={asked.vectorize!r}: no stages can run as one ({told}); use vectorize="auto" or False'
         )
+    return _chosen(every, kept, reasons, asked), reasons
+
+
+def _chosen(every: Sequence[Stack], kept: Sequence[Stack], reasons: Reasons, asked: Request) -> list[Stack]:
+    """Let the stages of all other stacks run one by one; return those that are kept."""
     for stack in every:
         stack.told = reasons
         if stack not in kept:
@@ -139,19 +149,31 @@ def fitting(
                 stage.leave_stack(call)
                 if asked.most is not None:
                     JoinedHomes([stage])
-    return kept, reasons
+    return list(kept)
 
 
-def _captured(stacks: Sequence[Stack], asked: Request) -> tuple[list[Stack], Request]:
-    """Return the stacks, and what is to be found out about them, where "auto" may let ticks become CUDA graphs.
+def _captured(
+    stacks: Sequence[Stack], seen: Sequence[StageInputs], asked: Request
+) -> tuple[list[Stack], Reasons] | None:
+    """Return what `fitting` does where "auto" lets ticks become CUDA graphs; None where it does not.
 
     Whatever can be part of a graph is, since no call by itself is as fast. Stacks do without graphs where no tick can
-    be one, and where micro-batches come one by one, and so go through the stages in turn.
+    be one, where memory is short, and where micro-batches come one by one, and so go through the stages in turn.
     """
-    if asked.pushed > FEW and not asked.flush and asked.why_not(stacks) is None:
-        return list(stacks), asked._replace(vectorize="cuda_graph")
+    if asked.pushed <= FEW or asked.flush or asked.why_not(stacks) is not None:
+        return None
+    shaper = Shaper(asked.method, asked.stages, stacks[0].maker.options, True, asked.most)
+    every, kept, reasons = _divided(stacks, seen, asked._replace(vectorize="cuda_graph"), shaper)
+    nbytes = sum(stack.sample.nbytes for stack in kept)
+    if not kept or not room_for(nbytes, kept[0].sample.device):
+        return None
+    return _chosen(every, kept, reasons, asked), reasons
+
+
+def _without_graphs(stacks: Sequence[Stack], asked: Request) -> list[Stack]:
+    """Return such stacks that are not made for graphs, but those with micro-batches in flight."""
     shaper = Shaper(asked.method, asked.stages, stacks[0].maker.options, False, asked.most)
-    return [stack if stack.flying else shaper.stack(stack.stages) for stack in stacks], asked._replace(graphed=False)
+    return [stack if stack.flying else shaper.stack(stack.stages) for stack in stacks]
 
 
 # -- which stacks can --------------------------------------------------------------------------------------------------
