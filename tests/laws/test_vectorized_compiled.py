@@ -232,7 +232,7 @@ def test_ticks_as_graphs(case, optimizer, changes, leapt, further):
     ],
 )
 def test_auto_on_one_device_that_has_graphs(case, sizes, room, graphs, monkeypatch):
-    """Ticks become graphs if the first push is of more than a few micro-batches and there is room; a flush is no tick."""
+    """Ticks become graphs if the first push is of more than a few micro-batches and there is room; no flush does."""
     made, stacks = [], "pipeback.vectorized.stacks"
     monkeypatch.setattr("pipeback.pipeline.build._graphed", lambda *given: True)
     monkeypatch.setattr(f"{stacks}.choose_stacks.CudaGraphed", lambda tick: made.append(Again(tick)) or made[-1])
