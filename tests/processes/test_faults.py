@@ -7,7 +7,6 @@ import subprocess
 import sys
 import threading
 import time
-import uuid
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
 from itertools import product
@@ -16,12 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 import pipeback
 from pipeback.distributed import join
 from tests.helpers.choice import mostly_rare, rare
-from tests.helpers.processes import fork_for_spawn, forked
+from tests.helpers.processes import forked, launched
 from tests.laws.cases import data, pipeline
 from tests.processes.crew import Failed, free_port
 
@@ -328,11 +326,7 @@ def command(restarts, told, *arguments):
 
 def forks(restarts, told, *arguments):
     """What it does, with ranks that have imported torch."""
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=uuid.uuid4().hex, max_restarts=restarts,
-        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", start_method="spawn",
-    )  # fmt: skip
-    elastic_launch(config, writes)(str(told), *arguments)
+    launched(writes, str(told), *arguments, restarts=restarts)
 
 
 def writes(told, *arguments):
@@ -348,9 +342,7 @@ def writes(told, *arguments):
 def test_torchrun_restarts_from_the_last_whole_checkpoint(start, kills, resumed, tmp_path, monkeypatch):
     """Killed at moments of its own choosing; the weights are those of a run in one process."""
     told = tmp_path / "told.txt"
-    with monkeypatch.context() as patch:
-        fork_for_spawn(patch)
-        start(len(resumed), told, str(tmp_path / "checkpoints"), str(tmp_path / "end.pt"), kills)
+    start(len(resumed), told, str(tmp_path / "checkpoints"), str(tmp_path / "end.pt"), kills)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(tmp_path / "others"), str(tmp_path / "plain.pt"), ""])
     runpy.run_path(str(SCRIPT))
     found, wanted = torch.load(tmp_path / "end.pt"), torch.load(tmp_path / "plain.pt")
