@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import mse_loss
 
 import pipeback
-from tests.helpers.choice import diagonal, mostly_rare
+from tests.helpers.choice import diagonal, mostly_rare, rare
 from tests.laws.as_one import FLUSH, GROUPED, LEAP, S, block, doubles, model, pipelines, same
 from tests.laws.cases import CASES, OPTIMIZERS, everything
 from tests.laws.test_vectorized_short_pushes import read, unlike
@@ -28,8 +28,8 @@ def headless():
 @pytest.mark.parametrize(
     ("case", "build"),
     mostly_rare(
-        product(EVERY, [model, unlike]), ("pb", unlike), ("cerebras", model), ("pipedream", unlike),
-        ("pb-slack1", model), ("gap_aware", model), ("pipemare-t3", unlike), ("pipedream-vertical", model),
+        product(EVERY, [model, unlike]), ("cerebras", model), ("pipedream", unlike), ("gap_aware", model),
+        ("pipemare-t3", unlike), ("pipedream-vertical", model),
     ),
 )  # fmt: skip
 def test_each_loss_is_awaited(case, build, turned):
@@ -47,7 +47,7 @@ def test_each_loss_of_a_group_is_awaited(case):
 
 @pytest.mark.parametrize(
     ("case", "optimizer"), [
-        ("pb", "adamw"), ("cerebras", "momentum"), ("pipemare-t3", "momentum"), ("pipedream-vertical", "momentum"),
+        ("pb", "adamw"), rare("cerebras", "momentum"), ("pipemare-t3", "momentum"), ("pipedream-vertical", "momentum"),
     ],
 )  # fmt: skip
 def test_states_in_flight_and_rates_that_change(case, optimizer, turned):
@@ -140,7 +140,7 @@ def test_a_loss_that_is_no_graph(turned):
     "case",
     mostly_rare(
         ["pb", "cerebras", "pipedream", "pb-slack1", "pipemare-t3", "pipedream-vertical"],
-        "cerebras", "pb-slack1", "pipemare-t3", "pipedream-vertical",
+        "cerebras", "pipemare-t3", "pipedream-vertical",
     ),
 )  # fmt: skip
 def test_other_forms_of_micro_batches(case, turned):

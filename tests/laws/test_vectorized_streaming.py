@@ -19,8 +19,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 # all but those that do their micro-batches in flushes or groups
 STREAMED = [case for case in STEADY if any(CASES[case](S).delays(S)) and not CASES[case](S).fixed_groups]
 USUAL = (
-    "pb-slack1", "pipedream-slack2", "pipemare-t2", "spectrain-v2", "lwp-weight", "cerebras", "ef", "msnag",
-    "dc_asgd-adaptive", "gap_aware+msnag",
+    "pipedream-slack2", "pipemare-t2", "spectrain-v2", "lwp-weight", "cerebras", "ef", "dc_asgd-adaptive",
+    "gap_aware+msnag",
 )  # fmt: skip
 AHEAD = (3, 9, 1, 5, 0, 2)  # stages that are fetched ahead
 
