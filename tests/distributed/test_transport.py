@@ -10,6 +10,7 @@ import torch
 
 from pipeback.distributed.transport.shared_memory import SharedWire, Unavailable
 from pipeback.tensors.layout import MessageLayout, form_of, outline_of
+from tests.helpers.choice import diagonal
 from tests.helpers.wire_ends import Remote, both, messages, seen, wire
 
 KINDS = ["shared", "gloo", "direct"]
@@ -59,8 +60,7 @@ def test_large_messages(ends, kind):
     ends[0].answer()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("bound", [1, 5])
+@pytest.mark.parametrize(("kind", "bound"), diagonal(KINDS, [1, 5]))
 def test_a_full_wire_waits_and_goes_on(ends, kind, bound):
     wire(ends, kind, bound)
     ends[0].ask("send_behind", kind, 20)

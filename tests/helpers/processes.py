@@ -6,6 +6,7 @@ import importlib.util
 import io
 import multiprocessing
 import os
+import uuid
 from collections.abc import Callable, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stdout
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 IMPORTED = ["torch._dynamo", "pipeback.distributed.join", "tests.laws.cases"]
 LIGHTNING = "tests.lightning.ranks"
@@ -47,6 +49,17 @@ def fork_for_spawn(monkeypatch: pytest.MonkeyPatch) -> None:
     found, like_spawned = multiprocessing.get_context, _LikeSpawned()
     for module in (multiprocessing, torch.multiprocessing):
         monkeypatch.setattr(module, "get_context", lambda way=None: like_spawned if way == "spawn" else found(way))
+
+
+def launched(function: Callable[..., Any], *arguments: Any, ranks: int = 2, restarts: int = 0) -> None:
+    """Call a function on ranks as torchrun starts a script, and starts it again; they have imported what they need."""
+    config = LaunchConfig(
+        min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, max_restarts=restarts,
+        rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", start_method="spawn",
+    )  # fmt: skip
+    with pytest.MonkeyPatch.context() as patch:
+        fork_for_spawn(patch)
+        elastic_launch(config, function)(*arguments)
 
 
 class _LikeSpawned:

@@ -86,6 +86,15 @@ FEW = (
     "pipemare-t3", "spectrain-v2", "cerebras", "lwp-weight+sc", "pipeoptim-xpipe", "gap_aware", "msnag", "eigendelay",
 )  # fmt: skip
 
+# every method once, in one of its variants
+EACH = (
+    "sgd", "gpipe-4", "one_f_one_b-3", "zb_h1-4", "zb_h2", "interleaved", "looped_bfs-3", "zb_v", "pb-slack1",
+    "pipedream-vertical", "pipedream_2bw", "pipemare-t3", "spectrain-v2", "lwp", "sc-horizon2", "cerebras",
+    "lwp-weight+sc", "ef", "pipeoptim-xpipe", "msnag-stash", "gap_aware", "dc_asgd-adaptive", "braking",
+    "staleness_lr", "eigendelay-stash",
+)  # fmt: skip
+STEADY_EACH = [case for case in EACH if case not in SENSITIVE]
+
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.05),
     "momentum": lambda p: torch.optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=1e-3),

@@ -9,6 +9,7 @@ from torch import nn
 
 import pipeback
 from pipeback.tensors import batches
+from tests.helpers.choice import diagonal
 from tests.laws.batch_forms import FORMS, KEYWORDS, Encoding, Keywords, Record, Whole, numbers, weighed
 
 
@@ -100,8 +101,9 @@ RUNTIMES = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("runtime", [*RUNTIMES, "as one"])
-@pytest.mark.parametrize("form", ["encoding", "nested", "dataclass", "named tuple"])
+@pytest.mark.parametrize(
+    ("form", "runtime"), diagonal(["encoding", "nested", "dataclass", "named tuple"], [*RUNTIMES, "as one"])
+)
 def test_every_runtime_takes_a_target_as_it_takes_plain_tensors(runtime, form):
     options = {"vectorize": True} if runtime == "as one" else RUNTIMES[runtime]
     every = numbers(7)

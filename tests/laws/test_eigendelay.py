@@ -17,7 +17,7 @@ from torch import nn
 
 import pipeback
 from pipeback.methods.eigendelay import _committed
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import diagonal, mostly_rare
 from tests.laws.cases import everything
 from tests.laws.equations import OPTIMIZERS, Both, Case, Optimizer, close, create
 from tests.laws.reference_eigendelay import EigenDelay
@@ -91,8 +91,10 @@ def test_one_side_of_matrices_that_are_not_square(slack: int) -> None:
     compare(start({"sides": 1, "slack": slack}, case, widths), widths)
 
 
-@pytest.mark.parametrize("more", [{"replicas": 2}, {"replicas": 3}, {"vectorize": True}, {"vectorize": "auto"}])
-@pytest.mark.parametrize("stash", [False, True])
+@pytest.mark.parametrize(
+    ("more", "stash"),
+    diagonal([{"replicas": 2}, {"replicas": 3}, {"vectorize": True}, {"vectorize": "auto"}], [False, True]),
+)
 def test_replicas_and_stages_as_one_agree(more: dict[str, Any], stash: bool) -> None:
     found: list[torch.Tensor] = []
     for options in ({}, more):

@@ -21,6 +21,7 @@ import pipeback
 from pipeback.methods.base import Chosen, State, Weights, When
 from pipeback.methods.lwp import LinearWeightPrediction
 from pipeback.methods.msnag import _powers
+from tests.helpers.choice import diagonal
 
 from .test_equations import create, initial, network
 from .test_identities import Made, close, differ, micro_batches, sgd, trained, weights
@@ -44,10 +45,12 @@ def flying(method: Any, optimizer: Made, count: int) -> pipeback.Pipeline:
     return pipe
 
 
-@pytest.mark.parametrize("optimizer", [sgd(lr=0.01, momentum=0.9), ADAM, RMSPROP])
-@pytest.mark.parametrize(("slack", "horizon"), [(1, None), (2, None), (2, 1.5)])
-def test_error_feedback_is_weight_prediction_on_both_sides(optimizer: Made, slack: int, horizon: float | None) -> None:
+@pytest.mark.parametrize(
+    ("delay", "optimizer"), diagonal([(1, None), (2, None), (2, 1.5)], [sgd(lr=0.01, momentum=0.9), ADAM, RMSPROP])
+)
+def test_error_feedback_is_weight_prediction_on_both_sides(delay: tuple[int, float | None], optimizer: Made) -> None:
     """With ŵ = w + T (w − w_before) as the live weights; without weight decay, which is of the live weights."""
+    slack, horizon = delay
     prediction = flying(Both(form="weight", slack=slack, horizon=horizon), optimizer, 40)
     shifted = []
     for s, stage in enumerate(prediction._engine.stages):

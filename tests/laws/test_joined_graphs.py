@@ -1,11 +1,14 @@
 """Law: within a whole flush, stages of one worker make one graph of a micro-batch, and no bit changes."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import nn
 
 import pipeback
 from pipeback.schedules.placement import place
+from tests.helpers.choice import diagonal, mostly_rare
 from tests.laws.cases import everything
 
 FLUSHING = ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "interleaved", "looped_bfs", "zb_v")
@@ -110,9 +113,9 @@ def trained(method, batches, **options):
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
 @pytest.mark.parametrize(
-    "options", [{}, {"clip_norm": 0.1}, {"micro_batch_size": pipeback.MicroBatches(4, weights="samples")}]
+    ("name", "options"),
+    diagonal(FLUSHING, [{}, {"clip_norm": 0.1}, {"micro_batch_size": pipeback.MicroBatches(4, weights="samples")}]),
 )
-@pytest.mark.parametrize("name", FLUSHING)
 def test_workers_equal_the_event_loop(name, options):
     batches = data(3)
     if "micro_batch_size" in options:
@@ -192,18 +195,24 @@ class Broken(nn.Module):
         return y * float("nan")
 
 
-@pytest.mark.parametrize("at", [1, 2, 5, 6])
+ERRORS = {
+    "forward": "micro-batch {}: the forward failed: no output",
+    "function": "micro-batch {}: the backward failed: no gradient",
+    "hook": "micro-batch {}: the backward failed: index 7 is out of bounds",
+    "value": "micro-batch {}: the output is not finite",
+}
+AT, NAMES = (1, 2, 5, 6), ("gpipe", "one_f_one_b", "interleaved")
+
+
 @pytest.mark.parametrize(
-    ("what", "told"),
-    [
-        ("forward", "micro-batch {}: the forward failed: no output"),
-        ("function", "micro-batch {}: the backward failed: no gradient"),
-        ("hook", "micro-batch {}: the backward failed: index 7 is out of bounds"),
-        ("value", "micro-batch {}: the output is not finite"),
-    ],
+    ("name", "what", "at"),
+    mostly_rare(
+        product(NAMES, ERRORS, AT),
+        *((name, what, AT[(n + m) % 4]) for n, name in enumerate(NAMES) for m, what in enumerate(ERRORS)),
+    ),
 )
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b", "interleaved"])
-def test_an_error_names_its_stage(name, what, told, at):
+def test_an_error_names_its_stage(name, what, at):
+    told = ERRORS[what]
     net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH).double() for _ in range(8)])
     net[at] = Broken(what, 10**6)
     pipe = evenly_placed(pipeline(name, net, workers=2, debug=pipeback.Debug(check_finite=True)))

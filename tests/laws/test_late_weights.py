@@ -9,6 +9,7 @@ from torch import nn
 import pipeback
 from pipeback import methods
 from pipeback.methods.pb import PipelinedBackpropagation
+from tests.helpers.choice import diagonal
 from tests.laws.cases import STAGES, data, everything, network, pipeline, weights
 
 
@@ -87,9 +88,9 @@ def test_runtimes_are_equal(options, model):
     other.close()
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"clip_norm": 0.1}], ids=str)
-@pytest.mark.parametrize("at", [1, 4, 9, 14])
+@pytest.mark.parametrize(
+    ("at", "options", "model"), diagonal([1, 4, 9, 14], [{}, {"workers": 2}, {"clip_norm": 0.1}], MODELS), ids=str
+)
 def test_resumed_in_flight(at, options, model):
     """Between I and W, too: the state holds the gradients that are not in the sums yet."""
     batches = data(20)

@@ -16,7 +16,7 @@ from tests.laws.as_one import S, doubles, model, same
 from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
-QUICK = ["pb", "cerebras", "pipedream", "spectrain", "pipemare", "gpipe", "gpipe-4", "one_f_one_b-3", "pb-slack1"]
+QUICK = ["cerebras", "pipedream", "spectrain", "pipemare", "gpipe-4", "one_f_one_b-3", "pb-slack1"]
 
 
 def build(case, vectorize):
@@ -74,7 +74,7 @@ def test_one_at_a_time(case, turned):
 
 @pytest.mark.parametrize(
     ("case", "saved"),
-    mostly_rare(product(STEADY, (True, False)), *product(("pb", "gpipe-4", "pipedream"), (True, False))),
+    mostly_rare(product(STEADY, (True, False)), ("pb", False), ("gpipe-4", True), ("pipedream", True)),
 )
 def test_a_state_in_flight_goes_on(case, saved):
     """Saved by stages that run as one, or by the event loop, amid a flush, too."""
@@ -110,10 +110,16 @@ def test_whether_there_are_ticks(monkeypatch):
     assert not pipe.runs_ticks(xs) and all(told.startswith("stage by stage") for told in pipe.vectorized.values())
 
 
-@pytest.mark.parametrize("case", ["pb", "pipemare-t3", "pipedream-vertical"])
-@pytest.mark.parametrize(("gain", "drops", "as_one"), [(3.0, False, True), (1.2, False, False), (3.0, True, False)])
-def test_whether_one_at_a_time_goes_in_turn(monkeypatch, gain, drops, as_one, case):
+@pytest.mark.parametrize(
+    ("gain", "drops", "case"),
+    mostly_rare(
+        product((3.0, 1.2), (False, True), ("pb", "pipemare-t3", "pipedream-vertical")),
+        (3.0, False, "pb"), (3.0, False, "pipemare-t3"), (1.2, False, "pipedream-vertical"), (3.0, True, "pb"),
+    ),
+)  # fmt: skip
+def test_whether_one_at_a_time_goes_in_turn(monkeypatch, gain, drops, case):
     """Of F, nothing is gained; and where a stage cannot be in a stack, ticks of one micro-batch would pass."""
+    as_one = gain > 2 and not drops
     monkeypatch.setattr(whole_cost, "gain", lambda stack, under, whole: gain)
     monkeypatch.setattr(whole_cost, "faster_apart", lambda stack, under, by: False)
     net = model()

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import pipeback
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.laws.cases import CASES, FEW, STAGES, STEADY, data, everything, network, pipeline
 from tests.processes.cases import differences, settled
 
@@ -69,7 +69,7 @@ def test_the_last_batch_of_a_loader_may_be_short():
     pipe.close()
 
 
-@pytest.mark.parametrize("case", ["pb", "gpipe-4", "pipedream", "cerebras"])
+@pytest.mark.parametrize("case", [rare("pb"), "gpipe-4", rare("pipedream"), "cerebras"])
 def test_workers_and_stores_do_not_matter(case):
     batches = data(13, samples=6)
 

@@ -10,7 +10,7 @@ import pipeback
 from pipeback.tensors import copies
 from tests.helpers.choice import mostly_rare, rare
 from tests.helpers.processes import in_a_new_process
-from tests.laws.cases import CASES, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline, sequences
+from tests.laws.cases import CASES, EACH, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline, sequences
 
 
 def resumed(path, threads):
@@ -55,11 +55,14 @@ def record(pipe, batches, at, label, optimizer=None, workers=None, layer=None, a
     }  # fmt: skip
 
 
-def test_every_method_in_a_new_process(tmp_path):
+@pytest.mark.parametrize("every", [False, rare(True)])
+def test_every_method_in_a_new_process(every, tmp_path):
+    """Each in a variant with an optimizer, or in every variant with two."""
     lines = []
-    for n, case in enumerate(CASES):
+    for n, case in enumerate(CASES if every else EACH):
         for optimizer in ("momentum", "adam"):
-            if allowed(case, optimizer):
+            first = "adam" if (n % 2 and allowed(case, "adam")) or not allowed(case, "momentum") else "momentum"
+            if allowed(case, optimizer) and (every or optimizer == first):
                 at = 9 + n % 9
                 pipe = pipeline(network(), CASES[case](STAGES), optimizer)
                 lines.append(record(pipe, data(24), at, case, optimizer, workers=2 if n % 4 == 0 else None))

@@ -10,12 +10,12 @@ import pipeback
 from pipeback import methods
 from pipeback.schedules.placement import Placed, unwaited
 from pipeback.schedules.worker_programs import interleaved, looped_bfs, zb_v
-from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, FEW, STAGES, data, everything, flushes, network, pipeline, placeable
+from tests.helpers.choice import diagonal, mostly_rare
+from tests.laws.cases import CASES, EACH, FEW, STAGES, data, everything, flushes, network, pipeline, placeable
 
 
 @pytest.mark.parametrize(
-    ("case", "every"), mostly_rare(product(CASES, (False, True)), *((case, case in FEW) for case in CASES))
+    ("case", "every"), mostly_rare(product(CASES, (False, True)), *((case, case in FEW) for case in EACH))
 )
 def test_threads_equal_the_event_loop(case, every):
     batches = data(19)
@@ -70,8 +70,9 @@ def drawing(width=6):
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
-@pytest.mark.parametrize("activations", ["device", "host", "recompute"])
-@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream", "gpipe-4"])
+@pytest.mark.parametrize(
+    ("case", "activations"), diagonal(["pb", "cerebras", "pipedream", "gpipe-4"], ["device", "host", "recompute"])
+)
 def test_random_layers_and_buffers_agree_too(case, activations):
     batches = data(17, samples=8)
 

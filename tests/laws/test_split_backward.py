@@ -19,7 +19,8 @@ from pipeback.runtime.loop import Loop
 from pipeback.schedules.ops import Op
 from pipeback.stages import split_backward
 from pipeback.stages.stage import Stage
-from tests.laws.cases import CASES, FLUSHES, STAGES, data, everything, network, pipeline, suited, weights
+from tests.helpers.choice import diagonal, mostly_rare
+from tests.laws.cases import CASES, EACH, FLUSHES, STAGES, data, everything, network, pipeline, suited, weights
 
 
 def divided(schedule):
@@ -47,7 +48,7 @@ def run(method, optimizer="momentum", **options):
     return torch.cat(found), whole
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_rare(CASES, *EACH))
 def test_every_method_with_its_backwards_split(case, monkeypatch):
     optimizer = suited(case)
     wanted, _ = run(CASES[case](STAGES), optimizer)
@@ -76,9 +77,7 @@ RUNTIMES = {
 }
 
 
-@pytest.mark.parametrize("flush", [None, 4, 7])
-@pytest.mark.parametrize("runtime", ["", *RUNTIMES])
-@pytest.mark.parametrize("name", ["zb_h1", "zb_h2"])
+@pytest.mark.parametrize(("runtime", "flush", "name"), diagonal(["", *RUNTIMES], [4, None, 7], ["zb_h1", "zb_h2"]))
 def test_zero_bubble_is_gpipe(name, runtime, flush):
     """Weight for weight and loss for loss, with whatever a pipeline does beside it."""
     options = {"micro_batch_size": 3, **RUNTIMES.get(runtime, {})}

@@ -10,7 +10,7 @@ from pipeback.streaming import disk_store
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import HostStore, Store
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
+from tests.laws.cases import CASES, EACH, FEW, OPTIMIZERS, STAGES, allowed, data, everything, network, pipeline
 from tests.laws.test_runtimes import drawing
 
 STORES = {
@@ -56,7 +56,7 @@ def compare(case, optimizer, pushed, stores, folder):
         same(found, expected, f"{name}, {optimizer}, pushes of {pushed}")
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_rare(CASES, *EACH))
 def test_streamed_equals_resident(case, tmp_path, monkeypatch):
     """Optimizers, pushes and stores in turn; a few methods from disk, too."""
     monkeypatch.setattr(disk_store, "SMALL", 1)  # these networks are small

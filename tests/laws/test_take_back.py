@@ -9,7 +9,7 @@ from torch import nn
 import pipeback
 from pipeback.runtime.lazy_loss import LazyLoss
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, OPTIMIZERS, STAGES, data, everything, suited
+from tests.laws.cases import CASES, EACH, OPTIMIZERS, STAGES, data, everything, suited
 from tests.pipeline.test_dropped import BAD, Raises, loss
 
 RUNTIMES = [{}, {"workers": 1}, {"workers": 2}, {"replicas": 2}, {"replicas": 2, "workers": 2}]
@@ -107,7 +107,7 @@ def compared(case, at, backward, gone=(5, 12), count=26, meanwhile=lambda pipe, 
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", mostly_rare(CASES, *EACH))
 def test_every_method(case):
     n = list(CASES).index(case)
     at, backward = ((0, True), (2, True), (None, False), (STAGES - 1, True), (1, False))[n % 5]

@@ -10,7 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 import pipeback
 from pipeback import methods
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import (
     FLUSH,
     GROUPED,
@@ -26,7 +26,7 @@ from tests.laws.as_one import (
     trained,
     turns,
 )
-from tests.laws.cases import OPTIMIZERS, STEADY, allowed, data, everything, network, pipeline, weights
+from tests.laws.cases import OPTIMIZERS, STEADY, STEADY_EACH, allowed, data, everything, network, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
@@ -39,7 +39,7 @@ def agree(case, optimizer=None, **options):
     return pipe
 
 
-@pytest.mark.parametrize("case", STEADY)
+@pytest.mark.parametrize("case", mostly_rare(STEADY, *STEADY_EACH))
 def test_every_method_equals_the_event_loop(case):
     pipe = agree(case)
     # where a whole tick is one function, or a flush is done as a whole, it has part in it
@@ -196,8 +196,9 @@ def test_a_model_whose_forward_is_followed():
     same(*found)
 
 
-@pytest.mark.parametrize(("make", "size"), [(block, 3), (Twice, 1)], ids=["block", "Twice"])
-@pytest.mark.parametrize("name", ["gpipe", "one_f_one_b"])
+@pytest.mark.parametrize(("name", "make", "size"), [
+    ("gpipe", Twice, 1), ("one_f_one_b", block, 3), rare("gpipe", block, 3), rare("one_f_one_b", Twice, 1),
+])  # fmt: skip
 def test_long_flushes(name, make, size):
     """Sums of gradients of many micro-batches; a flush that is cut short, and states taken up then and within one.
 

@@ -10,15 +10,14 @@ from torch.nn.functional import cross_entropy, mse_loss
 
 import pipeback
 from pipeback import methods
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import diagonal, mostly_rare, rare
 from tests.laws.as_one import FLUSH, Doubled, Pair, S, Summed, Twice, block, doubles, model, pipelines, pushed, same
 from tests.laws.cases import CASES, OPTIMIZERS, everything, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
-USUAL = ("gpipe", "gpipe-4", "one_f_one_b", "one_f_one_b-3", "zb_h1-4")
 
 
-@pytest.mark.parametrize("case", mostly_rare(FLUSH, *USUAL))
+@pytest.mark.parametrize("case", mostly_rare(FLUSH, "gpipe-4", "one_f_one_b-3", "zb_h1-4"))
 def test_many_micro_batches_a_push(case, flushed):
     one, other = pipelines(case)
     same(pushed(other), pushed(one))
@@ -65,13 +64,15 @@ def saved_and_loaded(pair, count, at, saved):
 
 
 @pytest.mark.parametrize(
-    ("case", "saved"),
-    mostly_rare(product(FLUSH, [False, True]), ("gpipe-4", False), ("one_f_one_b-3", True), ("zb_h1-4", True)),
-)
-def test_states_in_flight_go_on(case, saved, flushed):
+    ("case", "saved", "at"),
+    mostly_rare(
+        product(FLUSH, [False, True], [24, 30]), ("gpipe-4", False, 24), ("one_f_one_b-3", True, 30),
+        ("zb_h1-4", True, 24),
+    ),
+)  # fmt: skip
+def test_states_in_flight_go_on(case, saved, at, flushed):
     """Saved by one and the other, at the end of a flush and amid one."""
-    for at in (24, 30):
-        saved_and_loaded(lambda: pipelines(case), 40, at, saved)
+    saved_and_loaded(lambda: pipelines(case), 40, at, saved)
     assert flushed
 
 
@@ -100,8 +101,9 @@ def of_pictures():
     ).double()  # fmt: skip
 
 
-@pytest.mark.parametrize("build", [mixed, of_pictures, partial(model, make=Twice)], ids=["mixed", "pictures", "Twice"])
-@pytest.mark.parametrize("case", ["gpipe", "one_f_one_b-3"])
+@pytest.mark.parametrize(
+    ("case", "build"), diagonal(["one_f_one_b-3", "gpipe"], [mixed, of_pictures, partial(model, make=Twice)])
+)
 def test_stages_of_all_kinds(case, build, flushed):
     found = []
     for vectorize in (False, True):
@@ -227,7 +229,7 @@ class Scaled(nn.Linear):
         return self.by * super().forward(x)
 
 
-@pytest.mark.parametrize("which", [[0], [2], [1, 2, 3], [-1]], ids=str)
+@pytest.mark.parametrize("which", [rare([0]), [2], [1, 2, 3], [-1]], ids=str)
 def test_what_a_module_computes_may_change(which, flushed):
     """Of one stage, which the others are not like then, or of all."""
     found = []
@@ -253,11 +255,17 @@ def two_versions(m=S + 1, slack=1):
     return methods.create("pipedream_2bw", micro_batches=m, slack=slack)
 
 
-@pytest.mark.parametrize("sizes", [(50,), (9, 1, 23, 2, 15), (40, 3, 30, 30, 16, 50)], ids=str)
-@pytest.mark.parametrize(("method", "optimizer"), [
-    (two_versions(), "momentum"), (two_versions(11), "adamw"), (two_versions(2 * S, 2), "momentum"),
-], ids=["least", "more", "slack2"])  # fmt: skip
-def test_groups_between_two_updates(method, optimizer, sizes, flushed):
+GROUPS = {
+    "least": (two_versions(), "momentum"), "more": (two_versions(11), "adamw"),
+    "slack2": (two_versions(2 * S, 2), "momentum"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), diagonal(GROUPS, [(50,), (9, 1, 23, 2, 15), (40, 3, 30, 30, 16, 50)]), ids=str
+)
+def test_groups_between_two_updates(name, sizes, flushed):
+    method, optimizer = GROUPS[name]
     one, other = pipelines(method, optimizer)
     same(pushed(other, sizes), pushed(one, sizes))
     assert sorted(other.ledger) == sorted(one.ledger)
@@ -289,8 +297,7 @@ def test_rates_between_groups(flushed):
     assert len(flushed) >= 4
 
 
-@pytest.mark.parametrize("at", [24, 30, 37])
-@pytest.mark.parametrize("saved", [False, True])
+@pytest.mark.parametrize(("saved", "at"), diagonal([False, True], [24, 30, 37]))
 def test_states_amid_groups_go_on(saved, at, flushed):
     saved_and_loaded(lambda: pipelines(two_versions()), 80, at, saved)
     assert flushed
@@ -329,8 +336,13 @@ def judged(pipe, sizes, accumulates=1):
     return [v.reshape(-1) for v in found]
 
 
-@pytest.mark.parametrize("accumulates", [1, 2])
-@pytest.mark.parametrize("case", ["gpipe", "gpipe-4", "one_f_one_b", "one_f_one_b-3", "zb_h1-4"])
+@pytest.mark.parametrize(
+    ("case", "accumulates"),
+    mostly_rare(
+        product(["gpipe", "gpipe-4", "one_f_one_b", "one_f_one_b-3", "zb_h1-4"], [1, 2]),
+        ("gpipe-4", 1), ("one_f_one_b-3", 2), ("zb_h1-4", 1),
+    ),
+)  # fmt: skip
 def test_a_loss_that_is_computed_outside(case, accumulates, flushed):
     """All but the newest micro-batch of a flush are judged within the forward; its backward ends the flush."""
     found = []

@@ -11,7 +11,7 @@ from tests.laws.cases import CASES, STEADY, allowed, pipeline, weights
 from tests.laws.cases import everything as tensors_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
-QUICK = ["pb", "cerebras", "pipedream", "spectrain", "pipemare", "gpipe-4", "pb-slack1"]
+QUICK = ["cerebras", "pipedream", "spectrain", "gpipe-4"]
 
 
 def trained(case, optimizer="momentum", **options):
@@ -38,8 +38,8 @@ def test_workers_equal_the_event_loop(case, workers):
 @pytest.mark.parametrize(
     ("case", "optimizer", "workers"),
     [
-        ("pb", "adam", None), ("cerebras", "momentum", 2), ("gpipe-4", "momentum", None),
-        rare("pb", "adam", 2), rare("cerebras", "momentum", None), rare("gpipe-4", "momentum", 2),
+        ("pb", "adam", None), ("gpipe-4", "momentum", 2), rare("cerebras", "momentum", 2),
+        rare("gpipe-4", "momentum", None), rare("pb", "adam", 2), rare("cerebras", "momentum", None),
     ],
 )  # fmt: skip
 def test_replicas_equal_the_event_loop(case, optimizer, workers):
@@ -58,7 +58,7 @@ def deterministic():
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("case", ["pb", rare("pipedream"), "spectrain"])
+@pytest.mark.parametrize("case", [rare("pb"), rare("pipedream"), "spectrain"])
 def test_a_state_in_flight_goes_on_in_as_many_workers(case, monkeypatch):
     """To equal bits; with another number of workers the stacks are others."""
     for place in ("distributed.held_stages", "pipeline.stacking"):

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pipeback
 from pipeback.tensors import accelerators
 from pipeback.vectorized.making import fastest_way, verify
+from tests.helpers.choice import diagonal
 from tests.laws.as_one import same
 from tests.laws.cases import weights
 
@@ -69,8 +70,7 @@ def trained(between, size, **options):
         return pipe, torch.stack([first.detach(), second.detach(), single.detach()]), weights(pipe)
 
 
-@pytest.mark.parametrize("size", [1, 2])
-@pytest.mark.parametrize("between", [False, True])
+@pytest.mark.parametrize(("between", "size"), diagonal([True, False], [1, 2]))
 def test_inputs_with_channels_last(between, size, monkeypatch):
     monkeypatch.setattr(fastest_way, "away", lambda device: True)  # the CPU chooses channels last where that is faster
     _, *wanted = trained(between, size)

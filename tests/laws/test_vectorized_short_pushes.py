@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import LEAP, S, doubles, pipelines, same, unlike
 from tests.laws.cases import everything, weights
 
@@ -57,7 +57,9 @@ def test_losses_that_are_read_now_and_then(case, leapt):
     assert leapt.some > 10
 
 
-@pytest.mark.parametrize(("case", "optimizer"), [("cerebras", "momentum"), ("pipedream", "momentum"), ("pb", "adamw")])
+@pytest.mark.parametrize(
+    ("case", "optimizer"), [rare("cerebras", "momentum"), ("pipedream", "momentum"), ("pb", "adamw")]
+)
 def test_resumed_after_a_loss_was_read(case, optimizer, leapt):
     _, one = pipelines(case, optimizer)
     read(one, (30,))

@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 import pipeback
 from pipeback.vectorized.making.graph_maker import GraphMaker
 from pipeback.vectorized.stacks.stack import KINDS
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import diagonal, mostly_rare
 from tests.laws.cases import CASES, STEADY, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -305,8 +305,7 @@ def test_graphs_of_many_forms_are_bounded(method, compile, learnt, monkeypatch):
         assert [rings() is None for _, rings in sizes][:-3] == [True] * 6
 
 
-@pytest.mark.parametrize("times", [1, 5, 16])
-@pytest.mark.parametrize("forms", [2, 3])
+@pytest.mark.parametrize(("forms", "times"), diagonal([3, 2], [1, 5, 16]))
 def test_forms_that_take_turns_are_learnt_once(forms, times, learnt):
     make, shape = STAGES["nothing behind"]
     sizes = [size for _ in range(4) for size in range(1, forms + 1) for _ in range(times)]

@@ -8,7 +8,7 @@ from torch.nn.functional import mse_loss
 
 import pipeback
 from pipeback.vectorized.stacks.single_rows import SingleRows
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import diagonal, mostly_rare
 from tests.laws.as_one import LEAP, S, doubles, model, pushed, same
 from tests.laws.cases import CASES
 
@@ -59,16 +59,18 @@ def takes(case, kind):
 
 
 ALLOWED = [(case, kind) for case in LEAP for kind in KINDS if takes(case, kind)]
-USUAL = ("pb", "cerebras", "lwp-weight", "msnag")
+USUAL = [
+    *(("pb", kind) for kind in KINDS), ("cerebras", "fused"), ("cerebras", "one by one"), ("lwp-weight", "nesterov"),
+    ("lwp-weight", "fused Adam"), ("msnag", "some of nesterov"), ("msnag", "fused AdamW"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(("case", "kind"), mostly_rare(ALLOWED, *[one for one in ALLOWED if one[0] in USUAL]))
+@pytest.mark.parametrize(("case", "kind"), mostly_rare(ALLOWED, *USUAL))
 def test_every_kind(case, kind, leapt):
     agree(case, KINDS[kind], leapt)
 
 
-@pytest.mark.parametrize("kind", ["fused", "one by one"])
-@pytest.mark.parametrize("case", ["pb", "sc", "cerebras", "lwp-weight+sc"])
+@pytest.mark.parametrize(("case", "kind"), diagonal(["pb", "sc", "cerebras", "lwp-weight+sc"], ["fused", "one by one"]))
 def test_the_pipeline_is_drained_and_filled_again(case, kind, leapt):
     """Then stages step one by one now and then, with the momentum that ticks have left."""
     found = []

@@ -8,6 +8,7 @@ import torch
 from torch.utils.data import DataLoader
 
 from pipeback.lightning import monitor
+from tests.helpers.choice import diagonal
 from tests.laws.batch_forms import FORMS, Keywords, Whole, numbers, weighed
 from tests.lightning import ranks
 from tests.lightning.cases import strategy, trainer, weights
@@ -75,8 +76,7 @@ def test_a_batch_of_any_form_is_plain_lightning(form, way):
     assert differences(result(fitted(form, way, strategy("gpipe", stages="layer"))), wanted) == []
 
 
-@pytest.mark.parametrize("way", ["whole", "parts"])
-@pytest.mark.parametrize("form", [form for form in GIVEN if form != "tuple"])
+@pytest.mark.parametrize(("form", "way"), diagonal([form for form in GIVEN if form != "tuple"], ["whole", "parts"]))
 def test_a_batch_of_any_form_is_cut(form, way):
     wanted = result(fitted("tuple", "parts", strategy("cerebras", stages="layer", micro_batch_size=3)))
     found = result(fitted(form, way, strategy("cerebras", stages="layer", micro_batch_size=3)))

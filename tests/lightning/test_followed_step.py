@@ -12,16 +12,19 @@ from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipeback.lightning.find_stages import find
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import diagonal, mostly_rare
 from tests.lightning.cases import strategy, trainer, weights
 from tests.lightning.models import CASES, gpt2
 from tests.lightning.several_modules import KINDS, Convolutions, Heads, Nominated, Weighted, fitted, same
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"accumulate_grad_batches": 2, "limit_train_batches": 8}, {"precision": "64-true"}]
+    ("kind", "options"),
+    diagonal(
+        [Convolutions, Heads, Weighted],
+        [{}, {"accumulate_grad_batches": 2, "limit_train_batches": 8}, {"precision": "64-true"}],
+    ),
 )
-@pytest.mark.parametrize("kind", [Convolutions, Heads, Weighted])
 def test_no_delay_is_plain_lightning(kind, options):
     plain = fitted(kind, validate=kind is Convolutions, **options)
     method = "gpipe" if "accumulate_grad_batches" in options else "sgd"

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from tests.helpers.processes import fork_for_spawn
 from tests.lightning.cases import strategy, trainer, weights
 from tests.lightning.several_modules import Heads, Nominated, batches, fitted, same
 
@@ -84,7 +85,8 @@ def test_a_step_that_goes_another_way():
 
 
 @pytest.mark.parametrize(("options", "found"), [({"store": "host"}, "store='host'"), ({"devices": 2}, "2 devices")])
-def test_one_module_where_one_is_needed(options, found):
+def test_one_module_where_one_is_needed(options, found, monkeypatch):
+    fork_for_spawn(monkeypatch)
     where = {key: options[key] for key in options if key == "store"}
     devices = {key: options[key] for key in options if key == "devices"}
     module = Heads()

@@ -3,14 +3,12 @@
 import os
 import subprocess
 import sys
-import uuid
 
 import pytest
 import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.helpers.choice import rare
-from tests.helpers.processes import fork_for_spawn, in_a_new_process
+from tests.helpers.processes import fork_for_spawn, in_a_new_process, launched
 from tests.lightning import ranks, script
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -36,11 +34,7 @@ def started(launcher, folder):
     if launcher == "fork":
         in_a_new_process(script.main, launcher, str(folder))
         return
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=uuid.uuid4().hex, max_restarts=0, rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0", start_method="spawn",
-    )  # fmt: skip
-    elastic_launch(config, script.main)("auto", str(folder))
+    launched(script.main, "auto", str(folder))
 
 
 def equal(found, wanted):

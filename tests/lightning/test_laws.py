@@ -14,7 +14,7 @@ from torch.optim.lr_scheduler import OneCycleLR, StepLR
 import pipeback
 from pipeback import methods
 from pipeback.lightning import micro_batches
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import diagonal, mostly_rare
 from tests.laws.cases import CASES, FEW, OPTIMIZERS, STAGES, allowed, network, usual
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 
@@ -235,8 +235,7 @@ def test_bf16_true_with_delay_is_push():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("method", ["pb", "cerebras", "pipemare", "pipedream"])
-@pytest.mark.parametrize("followed", [False, True], ids=["a sequence", "traced"])
+@pytest.mark.parametrize(("method", "followed"), diagonal(["pb", "cerebras", "pipemare", "pipedream"], [False, True]))
 def test_mixed_precision_is_push_under_autocast(method, followed):
     """A backward casts the weights that are in force then, under Lightning as under `push`."""
     how = methods.create(method, anneal=9) if method == "pipemare" else method

@@ -36,7 +36,7 @@ ADAM = ["sgd", "pb", "pipedream", "pipedream_2bw", "gpipe-4", "pipemare"]
 
 @pytest.mark.parametrize(("case", "optimizer"), mostly_rare(
     [*product([*ADAM, "cerebras"], ["momentum"]), *product(ADAM, ["adam"])],
-    *product([*ADAM, "cerebras"], ["momentum"]), ("pb", "adam"), ("gpipe-4", "adam"),
+    *((case, "momentum") for case in ADAM[1::2]), ("cerebras", "momentum"), ("pb", "adam"), ("gpipe-4", "adam"),
 ))  # fmt: skip
 def test_resume_has_the_same_bits(case, optimizer, tmp_path):
     where = lambda: strategy(CASES[case](STAGES), masters=True)  # noqa: E731

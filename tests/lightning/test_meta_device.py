@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 import pipeback
 from pipeback import Pipeline
 from pipeback.lightning import SaveWeights
+from tests.helpers.choice import diagonal
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 from tests.lightning.streamed import STORES, same
 
@@ -35,8 +36,7 @@ def module_optimizer(parameters):
     return torch.optim.SGD(parameters, lr=0.1)
 
 
-@pytest.mark.parametrize("store", ["host", "disk"])
-@pytest.mark.parametrize("method", ["gpipe", "cerebras"])
+@pytest.mark.parametrize(("method", "store"), diagonal(["gpipe", "cerebras"], ["host", "disk"]))
 def test_a_model_from_the_meta_device(store, method, tmp_path):
     wanted, found, saved = present(), absent(), tmp_path / "saved"
     trainer(strategy(method)).fit(wanted, loader())

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 import pipeback
-from tests.helpers.choice import mostly_rare, rare
+from tests.helpers.choice import diagonal, mostly_rare, rare
 from tests.lightning import ranks
 from tests.lightning.test_processes_resume import content
 from tests.processes import tensor_families
@@ -246,8 +246,7 @@ def itself(devices, tensor, **options):
     return ranks.outcome(run, module), heads, output
 
 
-@pytest.mark.parametrize("mesh", MESHES, ids=["1 × 2", "2 × 2"])
-@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(("mesh", "before"), diagonal(MESHES, [True, False]))
 def test_a_module_that_cuts_itself(before, mesh, crew):
     options = dict(module=partial(Itself, before))
     wanted, heads, output = itself(1, 1, **options)

@@ -1,17 +1,19 @@
 """How many pushes a pipeline has seen, and the warning of a loop that begins at 0 again after a state was loaded."""
 
 import os
+import runpy
 import signal
-import subprocess
-import sys
 import warnings
+from contextlib import redirect_stdout
 
 import pytest
 import torch
 from torch import nn
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
 import pipeback
 from tests.helpers import pages
+from tests.helpers.processes import in_a_new_process, launched
 
 PAGE = "docs/tutorials/two_processes.md"
 KILLING = """
@@ -115,27 +117,31 @@ def test_nothing_is_said(choose, then, ask):
         pipe.push(*batch(then))
 
 
+def runs(folder, script):
+    """A script in its folder; what it prints is added to a file there."""
+    os.chdir(folder)
+    with open("told.txt", "a") as told, redirect_stdout(told):
+        runpy.run_path(script, run_name="__main__")
+
+
 def test_the_script_of_the_page_goes_on_with_the_same_bits(tmp_path):
-    """It is killed in the middle, run once more over two processes, and compared with one that nothing has stopped."""
+    """It is killed in the middle, run once more over two processes, and compared with one that nothing has stopped.
+
+    Under torchrun itself it runs in `tests/test_pages.py`.
+    """
     pytest.importorskip("safetensors")
     (script,) = [b.text for b in pages.blocks(PAGE, "python") if b.text.startswith("# train.py\n")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(pages.ROOT)}
-
-    def run(folder, *words):
-        folder.mkdir(exist_ok=True)
+    stopped, whole = tmp_path / "stopped", tmp_path / "whole"
+    for folder in (stopped, whole):
+        folder.mkdir()
         (folder / "train.py").write_text(script, "utf-8")
         (folder / "killing.py").write_text(KILLING, "utf-8")
-        done = subprocess.run(
-            [sys.executable, *words], cwd=folder, env=environment, capture_output=True, text=True, timeout=240
-        )
-        return done.returncode, done.stdout + done.stderr
-
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    code, told = run(tmp_path / "stopped", *torchrun, "killing.py")
-    assert code and f"{-signal.SIGKILL}" in told, told
-    assert pipeback.checkpoint.latest(tmp_path / "stopped" / "checkpoints").name == "step-00000080"
-    for folder, words in (("stopped", [*torchrun, "train.py"]), ("whole", ["train.py"])):
-        code, told = run(tmp_path / folder, *words)
-        assert code == 0 and "40 pushes, 640 micro-batches" in told, told
-    found, wanted = (torch.load(tmp_path / folder / "weights.pt") for folder in ("stopped", "whole"))
+    with pytest.raises(ChildFailedError, match=f"exitcode *: {-signal.SIGKILL}"):
+        launched(runs, str(stopped), "killing.py")
+    assert pipeback.checkpoint.latest(stopped / "checkpoints").name == "step-00000080"
+    launched(runs, str(stopped), "train.py")
+    in_a_new_process(runs, str(whole), "train.py")
+    for folder in (stopped, whole):
+        assert "40 pushes, 640 micro-batches" in (folder / "told.txt").read_text()
+    found, wanted = (torch.load(folder / "weights.pt") for folder in (stopped, whole))
     assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)

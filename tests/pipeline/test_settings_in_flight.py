@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 import pipeback
+from tests.helpers.choice import diagonal
 from tests.laws.cases import data, everything, pipeline
 from tests.pipeline.test_train_modes import Followed
 
@@ -44,11 +45,13 @@ def others_of(made, layers, change):
         raise AssertionError(change)
 
 
-@pytest.mark.parametrize("after", [0, 2], ids=["at once", "after a push"])
-@pytest.mark.parametrize("change", ["modes", "one mode", "numbers"])
 @pytest.mark.parametrize(
-    "options",
-    [{}, {"workers": 2}, {"activations": "host"}, {"activations": "recompute"}, {"replicas": 2}],
+    ("options", "change", "after"),
+    diagonal(
+        [{}, {"workers": 2}, {"activations": "host"}, {"activations": "recompute"}, {"replicas": 2}],
+        ["modes", "one mode", "numbers"],
+        [0, 2],
+    ),
     ids=str,
 )
 def test_a_state_of_both(options, change, after):

@@ -14,7 +14,7 @@ from torch import nn
 
 import pipeback
 from pipeback.pipeline import train_modes
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import diagonal, mostly_rare
 from tests.laws.cases import data, everything, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -126,8 +126,7 @@ def test_runtimes(method, runtime, form):
     law(method, form, **options)
 
 
-@pytest.mark.parametrize("form", ["sequence", "followed"])
-@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize(("workers", "form"), diagonal([None, 2], ["sequence", "followed"]))
 def test_replicas(workers, form):
     """They are set as the user's modules are, of which the further ones are copies; before the first push, too."""
     torch.manual_seed(0)

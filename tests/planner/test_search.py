@@ -143,7 +143,7 @@ def test_the_frontier(found):
 
 
 def test_how_many_devices_for_so_many_days():
-    asking = question("gpt:13b", tokens=300e9)
+    asking = question("gpt:13b", tokens=300e9, methods="one_f_one_b,pipedream_2bw")
     enough = within(asking, device("A100"), 20 * 86_400)
     assert enough.best.days <= 20
     fewer = asking.best(devices(f"{enough.job.cluster.count - 8}xA100"))

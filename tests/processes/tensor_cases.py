@@ -17,7 +17,7 @@ from pipeback.tensor_parallel import ByColumns, Experts
 from tests.laws.cases import CASES, OPTIMIZERS, data, suited
 from tests.processes.tensor_families import images, mixtral
 
-MICRO_BATCHES = 50
+MICRO_BATCHES = 20
 OWN = {
     "*.attention.qkv": ByColumns(parts=3),
     "*.attention.out": "rowwise",

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from itertools import product
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from torch import nn
 import pipeback
 from pipeback.distributed import join
 from tests.helpers.choice import mostly_rare, rare
-from tests.helpers.processes import forked
+from tests.helpers.processes import forked, launched
 from tests.laws.cases import data, pipeline
 from tests.processes.crew import Failed, free_port
 
@@ -311,27 +312,44 @@ def test_what_no_rank_can_do(crew, function, message):
 SCRIPT = Path(__file__).with_name("script.py")
 
 
-def torchrun(*arguments, ranks=2, restarts=0, seconds=240, **environment):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [*command, f"--max-restarts={restarts}", str(SCRIPT), *map(str, arguments)],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd(), **environment},
-        capture_output=True, text=True, timeout=seconds,
+def command(restarts, told, *arguments):
+    """`torchrun`, as it is typed."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    run = subprocess.run(
+        [*words, f"--max-restarts={restarts}", str(SCRIPT), *arguments],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.getcwd()},
+        capture_output=True, text=True, timeout=240,
     )  # fmt: skip
-
-
-@pytest.mark.parametrize(("kills", "resumed"), [("1:9", [8]), rare("1:9,0:17", [8, 16])])
-def test_torchrun_restarts_from_the_last_whole_checkpoint(kills, resumed, tmp_path, monkeypatch):
-    """Killed at moments of its own choosing; the weights are those of a run in one process."""
-    run = torchrun(tmp_path / "checkpoints", tmp_path / "end.pt", kills, restarts=len(resumed))
     assert run.returncode == 0, run.stderr[-3000:]
+    told.write_text(run.stdout)
+
+
+def forks(restarts, told, *arguments):
+    """What it does, with ranks that have imported torch."""
+    launched(writes, str(told), *arguments, restarts=restarts)
+
+
+def writes(told, *arguments):
+    """The script as a rank runs it; what it prints is added to a file."""
+    sys.argv = ["", *arguments]
+    with open(told, "a") as file, redirect_stdout(file):
+        runpy.run_path(str(SCRIPT))
+
+
+@pytest.mark.parametrize(
+    ("start", "kills", "resumed"), [(forks, "1:9", [8]), rare(command, "1:9", [8]), rare(command, "1:9,0:17", [8, 16])]
+)
+def test_torchrun_restarts_from_the_last_whole_checkpoint(start, kills, resumed, tmp_path, monkeypatch):
+    """Killed at moments of its own choosing; the weights are those of a run in one process."""
+    told = tmp_path / "told.txt"
+    start(len(resumed), told, str(tmp_path / "checkpoints"), str(tmp_path / "end.pt"), kills)
     monkeypatch.setattr(sys, "argv", [str(SCRIPT), str(tmp_path / "others"), str(tmp_path / "plain.pt"), ""])
     runpy.run_path(str(SCRIPT))
     found, wanted = torch.load(tmp_path / "end.pt"), torch.load(tmp_path / "plain.pt")
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     for step in resumed:
-        assert f"resumed from step-{step:08d}" in run.stdout
+        assert f"resumed from step-{step:08d}" in told.read_text()
 
 
 def on_ranks(function, environments, *arguments):

@@ -7,6 +7,7 @@ ended again, and a rank then waits for the process group of a pipeline that is c
 import pytest
 import torch.distributed as dist
 
+from tests.helpers.choice import rare
 from tests.laws.cases import data, network, pipeline
 from tests.processes.crew import Crew
 
@@ -24,7 +25,7 @@ def named(count, **options):
     return found
 
 
-@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"replicas": 2, "store": "host"}], ids=str)
+@pytest.mark.parametrize("options", [{}, rare({"replicas": 2}), {"replicas": 2, "store": "host"}], ids=str)
 def test_no_name_is_given_twice(options):
     with Crew(2) as crew:
         found, other = crew.ranks(2).run(named, 4, **options)

@@ -7,7 +7,7 @@ from torch import nn
 import pipeback
 from pipeback import methods
 from pipeback.schedules.placement import place
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import diagonal, mostly_rare
 from tests.laws.cases import CASES, STAGES, data, everything, flushes, network, pipeline
 from tests.processes.cases import differences, train
 from tests.processes.test_faults import Odd
@@ -20,8 +20,7 @@ SHAPES = {  # (ranks, method): a rank may hold the first and the last stage, and
 }
 
 
-@pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("case", ["interleaved-4", "looped_bfs", "zb_v-4", "pb-v"])
+@pytest.mark.parametrize(("case", "link"), diagonal(["interleaved-4", "looped_bfs", "zb_v-4", "pb-v"], LINKS))
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
 def test_losses_states_and_evaluations(crew, case, link):
     """With dropout and batch statistics, one micro-batch per push."""
@@ -34,8 +33,7 @@ def whole_or_not(name, link):
     return [tensor.clone() for tensor in flushes(name, workers=pipeback.Processes(link=link))]
 
 
-@pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("name", ["interleaved", "looped_bfs", "zb_v"])
+@pytest.mark.parametrize(("name", "link"), diagonal(["interleaved", "looped_bfs", "zb_v"], LINKS))
 def test_whole_flushes_and_parts_of_them(crew, name, link):
     wanted = flushes({"looped_bfs": "gpipe", "zb_v": "zb_h1"}.get(name, "one_f_one_b"))
     for found in crew.ranks(2).run(whole_or_not, name, link):

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from pipeback import draw
 from pipeback.draw import perfetto as traces
+from tests.helpers.processes import fork_for_spawn
 from tests.helpers.tracing import check_events
 from tests.laws.cases import CASES, STAGES, data, network, pipeline, weights
 
@@ -71,7 +72,8 @@ def test_a_trace_that_was_not_recorded(crew):
     crew.ranks(2).run(forgotten)
 
 
-def test_the_command_runs_and_measures(tmp_path):
+def test_the_command_runs_and_measures(tmp_path, monkeypatch):
+    fork_for_spawn(monkeypatch)
     pytest.importorskip("matplotlib")
     pytest.importorskip("hydra")
     cli = importlib.import_module("tests.recipes.cli")

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
 from typing import NamedTuple
 
 import pytest
@@ -20,7 +20,9 @@ from pipeback.recipes.main import main
 from tests.helpers.processes import forked
 
 # of digits: three batches an epoch, five stages, every number logged
-TINY = ["quick=true", "data.samples=96", "model.depth=4", "validate_every=1.0", "trainer.log_every_n_steps=1"]
+SMALL = ["quick=true", "data.samples=96", "model.depth=4", "validate_every=1.0", "trainer.log_every_n_steps=1"]
+# no stages run as one: to find out whether they should takes longer than the run, and they round in another way
+TINY = [*SMALL, "trainer.strategy.vectorize=false"]
 
 
 class Done(NamedTuple):
@@ -55,6 +57,27 @@ def pipeback(*arguments, cwd, run=main):
     if "method" in ConfigStore.instance().repo:
         ConfigStore.instance().repo["method"] = methods
     return Done(code, out.getvalue(), err.getvalue())
+
+
+def apart(command, *arguments, cwd, joblib=None):
+    """`pipeback COMMAND ...` in a process of its own, the first of its group, with all that it says in said.txt.
+
+    joblib: "forkserver" has the processes that it starts with joblib forked from one that has imported what they need.
+    """
+    process = forked().Process(target=_apart, args=(command, [*map(str, arguments)], str(cwd), joblib))
+    process.start()
+    return process
+
+
+def _apart(command, words, folder, joblib):
+    os.setsid()
+    os.chdir(folder)
+    with open("said.txt", "w") as said:
+        for stream in (1, 2):
+            os.dup2(said.fileno(), stream)
+    sys.argv = ["pipeback", command, *words]
+    with joblib_processes(joblib) if joblib else nullcontext():
+        main()
 
 
 @contextmanager

@@ -4,8 +4,6 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -20,7 +18,7 @@ pytest.importorskip("sklearn")
 
 from pipeback.recipes.live import Live, state
 from tests.helpers.choice import rare
-from tests.recipes.cli import TINY, config, facts, joblib_processes, numbers, pipeback
+from tests.recipes.cli import TINY, apart, config, facts, joblib_processes, numbers, pipeback
 
 
 @pytest.fixture
@@ -133,19 +131,18 @@ def test_nothing_that_a_run_wrote_is_deleted_and_finished_runs_are_taken_over(mo
                         ["sgd-seed0-3", "pb-seed0"]]  # fmt: skip
 
 
-@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.soak), signal.SIGINT])
-def test_a_signal_ends_every_process_and_says_how_to_go_on(number, tmp_path):
-    words = ["methods=[sgd,pb]", "data.samples=900", "epochs=500", "jobs=2", "out=here"]
-    code = "from pipeback.recipes import compare; compare.main()"
-    command = subprocess.Popen(
-        [sys.executable, "-c", code, *words], cwd=tmp_path, text=True, start_new_session=True,
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE,
-    )  # fmt: skip
+@pytest.mark.parametrize(
+    ("number", "start"), [(signal.SIGINT, "forkserver"), rare(signal.SIGINT, None), rare(signal.SIGTERM, None)]
+)
+def test_a_signal_ends_every_process_and_says_how_to_go_on(number, start, tmp_path):
+    words = ["methods=[sgd,pb]", "data.samples=900", "epochs=500", "jobs=2", "out=here", *TINY[-2:]]
+    command = apart("compare", *words, cwd=tmp_path, joblib=start)
     try:
         within(200, lambda: len(list((tmp_path / "here").glob("*/metrics.csv"))) == 2)
-        command.send_signal(number)
-        _, said = command.communicate(timeout=100)
-        assert command.returncode == 128 + number
+        os.kill(command.pid, number)
+        command.join(100)
+        said = (tmp_path / "said.txt").read_text()
+        assert command.exitcode == 128 + number, said
         assert "Traceback" not in said and "The same command goes on: finished runs are taken over" in said
         within(100, lambda: not alive(command.pid))
     finally:

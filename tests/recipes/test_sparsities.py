@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 
 from pipeback import sparsities
 from pipeback.recipes import build, schemas
-from tests.recipes.cli import TINY, config, pipeback
+from tests.recipes.cli import SMALL, TINY, config, pipeback
 
 FOLDER = Path(__file__).parents[2] / "conf" / "sparsity"
 ENTRIES = sorted(file.stem for file in FOLDER.glob("*.yaml"))
@@ -89,9 +89,9 @@ def test_a_store_in_the_place_of_its_group_does_not_drop_the_sparsity(place, tmp
 
 @pytest.mark.parametrize("words", [["trainer=plain"], ["trainer.strategy.store.sparsity=null"]])
 def test_a_sparsity_that_no_pipeline_is_given_is_refused(words, tmp_path):
-    refused = pipeback("train", *TINY, "sparsity=set", *words, "out=run", cwd=tmp_path)
+    refused = pipeback("train", *SMALL, "sparsity=set", *words, "out=run", cwd=tmp_path)
     assert refused.returncode == 2 and "sparsity=set" in refused.stderr and "; choose sparsity=none" in refused.stderr
-    cured = pipeback("train", *TINY, "sparsity=none", *words, "out=run", "max_steps=1", cwd=tmp_path)
+    cured = pipeback("train", *SMALL, "sparsity=none", *words, "out=run", "max_steps=1", cwd=tmp_path)
     assert cured.returncode == 0, cured.stderr
 
 

@@ -119,13 +119,12 @@ pipe.close()
 def test_mypy_of_a_users_script(installed, tmp_path):
     python, clean = installed
 
-    def told(script):
-        (tmp_path / "script.py").write_text(script)
-        options = ["--strict", "--follow-imports=silent", "--ignore-missing-imports", "--python-executable", python]
-        mypy = [sys.executable, "-m", "mypy", *options, "script.py"]
-        return subprocess.run(mypy, capture_output=True, text=True, cwd=tmp_path, env=clean).stdout
-
-    found = told(SCRIPT)
-    assert re.search(r'Revealed type is "(builtins\.)?list\[(builtins\.)?int\]"', found), found
-    assert "error" not in found, found
-    assert 'Argument "workers"' in told(SCRIPT.replace('method="pb"', 'workers="two"')), "types are not seen"
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "wrong.py").write_text(SCRIPT.replace('method="pb"', 'workers="two"'))
+    options = ["--strict", "--follow-imports=silent", "--ignore-missing-imports", "--python-executable", python]
+    mypy = [sys.executable, "-m", "mypy", *options, "script.py", "wrong.py"]
+    told = subprocess.run(mypy, capture_output=True, text=True, cwd=tmp_path, env=clean).stdout
+    found, wrong = ("\n".join(re.findall(rf"^{name}\.py:.*", told, re.M)) for name in ("script", "wrong"))
+    assert re.search(r'Revealed type is "(builtins\.)?list\[(builtins\.)?int\]"', found), told
+    assert "error" not in found, told
+    assert 'Argument "workers"' in wrong, f"types are not seen: {told}"

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from pipeback.tensors.weight_list import copy
+from tests.helpers.choice import diagonal
 from tests.helpers.gated import Gated
 from tests.laws.cases import data, everything, network, pipeline
 
@@ -60,9 +61,9 @@ CASES = [
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
-@pytest.mark.parametrize(("model", "options"), CASES, ids=lambda v: getattr(v, "__name__", str(v)))
-@pytest.mark.parametrize("then", ["push", "drain"])
-def test_in_flight(model, options, then):
+@pytest.mark.parametrize(("case", "then"), diagonal(CASES, ["push", "drain"]))
+def test_in_flight(case, then):
+    model, options = case
     wanted = trained(through_data, model, then, **options)
     assert torch.equal(trained(loaded, model, then, **options), wanted)
     assert torch.equal(trained(in_place, model, then, **options), wanted)
