@@ -33,7 +33,7 @@ def doubles(count=50, **options):
 
 def trained(case, optimizer=None, some=None, build=model, push=None, **options):
     pipe = pipeline(build(), CASES[case](S), optimizer, **options)
-    losses = [(push or pipe.push)(x, y) for x, y in some or doubles(30)]
+    losses = [(push or pipe.push)(x, y) for x, y in some or doubles()]
     flying = weights(pipe)
     pipe.drain()
     return pipe, torch.stack([loss.double() for loss in losses]), flying, weights(pipe)
