@@ -38,6 +38,7 @@ from pipeback.recipes.benches.contenders import Case
 from pipeback.recipes.benches.network import network, pipeline
 from pipeback.recipes.benches.tasks import Network, Task
 from pipeback.recipes.benches.vectorized import Linear, blocks
+from tests.helpers.choice import rare
 
 
 @pytest.fixture(autouse=True)
@@ -252,16 +253,19 @@ def test_auto_beside_what_it_goes_by(capsys, monkeypatch):
     assert all(float(row[2]) > 0 and row[4].startswith(("as one", "stage by stage")) for row in rows)
 
 
-def test_a_tree_against_itself(capsys, monkeypatch):
+@pytest.mark.parametrize("several", [False, rare(True)])
+def test_a_tree_against_itself(several, capsys, monkeypatch):
     task = Task(Network("tiny", "", partial(blocks, Linear, 3, 8), (8,), {}, 8), 1, 4)
     monkeypatch.setattr(event_loop, "CASES", {"three layers": (task, ("pb",))})
     monkeypatch.setattr(vectorized, "CASES", [vectorized.Case("tiny", Linear, 2, (1, 8), 4)])
-    monkeypatch.setattr(sys, "argv", ["pipeback bench", "event_loop", "vectorized", f"against={ROOT}", "repeats=1"])
+    sections = ["event_loop", *["vectorized"] * several]
+    monkeypatch.setattr(sys, "argv", ["pipeback bench", *sections, f"against={ROOT}", "repeats=1"])
     bench.main()
     head, _, *rows = cells(capsys.readouterr().out)
     assert head == ["section", "network", "method", "before / now", "quartiles", "wall clock"]
-    assert [row[0] for row in rows] == ["event_loop", *["vectorized"] * 5, "imports", "imports", "median"]
-    assert [row[2] for row in rows[:2]] == ["`pb`", "pb, event loop"] and rows[-2][2] == "`import pipeback`"
+    assert [row[0] for row in rows] == ["event_loop", *["vectorized"] * 5 * several, "imports", "imports", "median"]
+    assert rows[0][2] == "`pb`" and rows[-2][2] == "`import pipeback`"
+    assert not several or rows[1][2] == "pb, event loop"
     assert all(float(row[3]) > 0 and re.fullmatch(r"[\d.]+ … [\d.]+", row[4]) for row in rows)
 
 

@@ -23,7 +23,7 @@ FEW = {
     "the same of AdamW": "test_vectorized_ticks.py::test_updates_of_the_methods_own[pipeoptim-adamw]",
     "an example for a forward that is followed": "test_vectorized.py::test_a_model_whose_forward_is_followed",
     "a state with targets in flight": "test_vectorized.py::test_long_flushes[one_f_one_b-block-3]",
-    "AdamW in captured ticks": "test_vectorized_compiled.py::test_ticks_as_graphs[pipedream-adamw]",
+    "AdamW in captured ticks": "test_vectorized_compiled.py::test_ticks_as_graphs[pipedream-adamw-True]",
     "a first stage without weights": "test_vectorized_flushes.py::test_stages_of_all_kinds[gpipe-of_pictures]",
     "stages as one with a store": "test_vectorized_streaming.py::test_every_method_equals_the_event_loop[cerebras]",
     "a structure": "test_batch_forms.py::test_every_runtime_takes_an_x_as_it_takes_plain_tensors[encoding-flush]",
