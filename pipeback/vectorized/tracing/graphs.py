@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor
+from torch.fx import GraphModule
 
 from pipeback.vectorized.tracing.graph_shapes import shape_of
 
@@ -67,19 +69,23 @@ class Graphs(NamedTuple):
         return self._replace(forward=change(self.forward), backward=change(self.backward), made=change(self.made))
 
 
+_DIRECT: WeakKeyDictionary[Any, Graph] = WeakKeyDictionary()  # of each module what `direct` made of it
+
+
 def direct(forward: Graph) -> Graph:
     """Return the same graph with cheaper calls of operators, to run it without a compiler."""
     whole = getattr(forward, "__self__", None)
     if whole is None:  # a function around a graph
         return forward
-    graph: Any = copy.deepcopy(whole)
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and node.target in VIEWS:
-            node.op, node.target = "call_method", VIEWS[node.target]
-        elif node.op == "call_function":
-            node.target = BINDINGS.get(node.target, node.target)
-    graph.recompile()
-    return cast(Graph, graph.forward)
+    if whole not in _DIRECT:
+        graph = copy.deepcopy(whole.graph)
+        for node in graph.nodes:
+            if node.op == "call_function" and node.target in VIEWS:
+                node.op, node.target = "call_method", VIEWS[node.target]
+            elif node.op == "call_function":
+                node.target = BINDINGS.get(node.target, node.target)
+        _DIRECT[whole] = GraphModule(whole, graph).forward
+    return _DIRECT[whole]
 
 
 def for_compiler(graphs: Graphs) -> Graphs:
@@ -93,8 +99,7 @@ def _left_alone(forward: Graph) -> Graph:
     whole = getattr(forward, "__self__", None)
     if whole is None:  # a function around a graph
         return forward
-    graph: Any = copy.deepcopy(whole)
-    part = graph.graph
+    part = copy.deepcopy(whole.graph)
     for node in list(part.nodes):
         shape = shape_of(node) if node.op == "call_function" and node.target is aten.bmm.default else None
         if shape is not None and shape[1] == 1 and shape[2] > 1:
@@ -104,5 +109,4 @@ def _left_alone(forward: Graph) -> Graph:
             one.meta = node.meta
             node.replace_all_uses_with(one)
             part.erase_node(node)
-    graph.recompile()
-    return cast(Graph, graph.forward)
+    return GraphModule(whole, part).forward
