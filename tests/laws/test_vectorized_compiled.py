@@ -1,5 +1,6 @@
 """Law: compiled ticks and ticks as graphs are the event loop, to rounding."""
 
+from contextlib import contextmanager
 from functools import partial
 from itertools import product
 
@@ -242,6 +243,23 @@ def test_auto_on_one_device_that_has_graphs(case, sizes, room, graphs, monkeypat
     auto = pipeline(model(), CASES[case](S), "momentum", micro_batch_size=3, vectorize="auto")
     same(pushed(auto, sizes), pushed(one, sizes))
     assert [graph.count for graph in made] == [1] * graphs
+
+
+def test_a_tick_that_cannot_be_captured_says_what_to_use(monkeypatch):
+    @contextmanager
+    def refused(graph):
+        yield
+        raise RuntimeError("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr("pipeback.pipeline.build._graphed", lambda *given: True)
+    monkeypatch.setattr(torch.cuda, "graph", refused)
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: None)
+    told = r"stages 0 … 5 and the loss: a tick failed: it cannot become a CUDA graph \(operation not permitted when "
+    xs, ys = map(torch.cat, zip(*doubles(20), strict=True))
+    with pytest.raises(pipeback.StageError, match=told + r"stream is capturing\); use vectorize=True$"):
+        pipeline(model(), "pb", "momentum", micro_batch_size=3, vectorize="auto").push(xs, ys)
+    monkeypatch.undo()
+    assert pipeline(model(), "pb", "momentum", micro_batch_size=3, vectorize=True).push(xs, ys).isfinite()
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU: ticks as CUDA graphs")

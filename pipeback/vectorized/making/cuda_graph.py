@@ -75,8 +75,12 @@ class CudaGraphed:
     def captured(self, call: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
         """Return a function that replays the call, and the tensors to which it writes its results."""
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            found = call()
+        try:
+            with torch.cuda.graph(graph):
+                found = call()
+        except RuntimeError as error:
+            told = str(error).partition("\n")[0]
+            raise RuntimeError(f"it cannot become a CUDA graph ({told}); use vectorize=True") from error
         return graph.replay, found
 
 
