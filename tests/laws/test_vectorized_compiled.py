@@ -245,6 +245,25 @@ def test_auto_on_one_device_that_has_graphs(case, sizes, room, graphs, monkeypat
     assert [graph.count for graph in made] == [1] * graphs
 
 
+def test_auto_goes_on_with_graphs_where_a_state_has_some_in_flight(monkeypatch):
+    """Also if the first push after it is of a single micro-batch."""
+    monkeypatch.setattr(
+        "pipeback.pipeline.build._graphed", lambda stages, options, holding: options.vectorize == "auto"
+    )
+    monkeypatch.setattr("pipeback.vectorized.stacks.choose_stacks.CudaGraphed", Again)
+    found, (xs, ys) = [], map(torch.cat, zip(*doubles(50), strict=True))
+    for on in (False, "auto"):
+        pipe = pipeline(model(), "pb", "momentum", micro_batch_size=3, vectorize=on)
+        pipe.push(xs[:60], ys[:60])
+        state = pipe.state_dict()
+        pipe = pipeline(model(), "pb", "momentum", micro_batch_size=3, vectorize=on)
+        pipe.load_state_dict(state)
+        for begin, end in ((60, 63), (63, 66), (66, 150)):
+            pipe.push(xs[begin:end], ys[begin:end])
+        found.append(weights(pipe))
+    same([found[1]], [found[0]])
+
+
 def test_a_tick_that_cannot_be_captured_says_what_to_use(monkeypatch):
     @contextmanager
     def refused(graph):

@@ -124,8 +124,9 @@ def fitting(
         found = _captured(stacks, seen, asked)
         if found is not None:
             return found
-        asked = asked._replace(graphed=False)
-        stacks = _without_graphs(stacks, asked)
+        if not any(stack.flying for stack in stacks):  # all have graphs, or none has
+            asked = asked._replace(graphed=False)
+            stacks = _without_graphs(stacks, asked)
     shaper = Shaper(asked.method, asked.stages, stacks[0].maker.options, asked.graphed, asked.most)
     few = asked.together is not None and asked.together <= FEW
     asked = asked._replace(in_turn=few and stacks[0].maker.fuse is None and asked.why_not(stacks) is None)
@@ -160,7 +161,8 @@ def _captured(
     Whatever can be part of a graph is, since no call by itself is as fast. Stacks do without graphs where no tick can
     be one, where memory is short, and where micro-batches come one by one, and so go through the stages in turn.
     """
-    if asked.pushed <= FEW or asked.flush or asked.why_not(stacks) is not None:
+    few = asked.pushed <= FEW and not any(stack.flying for stack in stacks)
+    if few or asked.flush or asked.why_not(stacks) is not None:
         return None
     shaper = Shaper(asked.method, asked.stages, stacks[0].maker.options, True, asked.most)
     every, kept, reasons = _divided(stacks, seen, asked._replace(vectorize="cuda_graph"), shaper)
@@ -171,9 +173,9 @@ def _captured(
 
 
 def _without_graphs(stacks: Sequence[Stack], asked: Request) -> list[Stack]:
-    """Return such stacks that are not made for graphs, but those with micro-batches in flight."""
+    """Return such stacks that are not made for graphs."""
     shaper = Shaper(asked.method, asked.stages, stacks[0].maker.options, False, asked.most)
-    return [stack if stack.flying else shaper.stack(stack.stages) for stack in stacks]
+    return [shaper.stack(stack.stages) for stack in stacks]
 
 
 # -- which stacks can --------------------------------------------------------------------------------------------------

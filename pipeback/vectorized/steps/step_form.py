@@ -53,12 +53,12 @@ def kept(rows: RowTensors, step: AnyStep) -> list[Any]:
     return rows.kept(step)
 
 
-def count(rows: RowTensors, step: AnyStep, times: int = 1) -> None:
-    """Note in host memory that a compiled step was made so many times, if it counts on the device of the weights."""
+def count(rows: RowTensors, step: AnyStep) -> None:
+    """Note in host memory that a compiled step was made, if it counts on the device of the weights."""
     if isinstance(step, AdamStep) and rows.stepped:
         steps = rows.kept(step)[2]
         if steps.device != rows.stepped[0].device:
-            steps += times
+            steps += 1
 
 
 def numbers(rows: RowTensors, step: AnyStep) -> Numbers:
