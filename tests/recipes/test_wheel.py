@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.choice import rare
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -116,9 +118,11 @@ pipe.close()
 """
 
 
-def test_mypy_of_a_users_script(installed, tmp_path):
+@pytest.mark.parametrize("torch_too", [False, rare(True)])
+def test_mypy_of_a_users_script(torch_too, installed, tmp_path):
+    """torch_too: with torch's own types, which take mypy most of the time."""
     python, clean = installed
-
+    (tmp_path / "mypy.ini").write_text("[mypy]\n" + "[mypy-torch.*]\nfollow_imports = skip\n" * (not torch_too))
     (tmp_path / "script.py").write_text(SCRIPT)
     (tmp_path / "wrong.py").write_text(SCRIPT.replace('method="pb"', 'workers="two"'))
     options = ["--strict", "--follow-imports=silent", "--ignore-missing-imports", "--python-executable", python]
