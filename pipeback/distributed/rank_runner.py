@@ -23,8 +23,7 @@ from pipeback.runtime.awaited import Awaited
 from pipeback.runtime.lazy_loss import LazyLoss
 from pipeback.runtime.link import Closed, Name, Wire
 from pipeback.runtime.loop import Batch, Loop
-from pipeback.runtime.outside_ticks import Ticks
-from pipeback.runtime.runners import Command, Read, Threads, deliver, mean
+from pipeback.runtime.runners import Command, Read, Threads, Ticks, deliver, mean
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage

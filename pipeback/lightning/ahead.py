@@ -21,7 +21,7 @@ from pipeback.lightning.suspended_slices import Slice, SuspendedSlices
 from pipeback.lightning.suspended_step import CallThreads
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.private import run_backward
-from pipeback.runtime.outside_ticks import Answer
+from pipeback.runtime.runners import Answer
 from pipeback.streaming.store import Store
 
 Step = Callable[[Any], Any]  # of a slice

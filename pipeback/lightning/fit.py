@@ -29,7 +29,7 @@ from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.method_choice import by_optimizer
 from pipeback.pipeline.outside_loss import nothing
 from pipeback.pipeline.pipeline import Pipeline
-from pipeback.runtime.outside_ticks import Answer
+from pipeback.runtime.runners import Answer
 from pipeback.schedules.programs import flush
 from pipeback.streaming.store import Store
 
@@ -119,8 +119,8 @@ class Fit:
         self.twins = StageOptimizers(self.optimizer, self.rank.trained(split), self.size, self.rank.piece)
         clipping, updates = Clipping(norm, value), partial(self.interval.updates, method, per_batch)
         given = self.options.of_pipeline(self.store, trainer.strategy.root_device, clipping, updates)
-        if self.vectorize == "auto" and method.chunks > 1 and self.rank.several:
-            self._why_apart, self.vectorize = f"with {method!r}, every device has several parts of the model", False
+        if self.vectorize == "auto" and method.chunks > 1 and (self.rank.several or (self.options.threads or 1) > 1):
+            self._why_apart, self.vectorize = f"with {method!r}, every worker has several parts of the model", False
         given["vectorize"] = self.vectorize
         inside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)

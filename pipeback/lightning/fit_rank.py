@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from pipeback.pipeline.pipeline import Pipeline
-from pipeback.runtime.outside_ticks import Answer
+from pipeback.runtime.runners import Answer
 from pipeback.splitting.split import Split
 
 

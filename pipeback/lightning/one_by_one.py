@@ -63,7 +63,6 @@ def _reason(
         return f"CUDA graphs are of one device, and this fit has {ranks}; use vectorize=True"
     for name, value, plain in (
         ("tensor_parallel", options.tensor.size, 1),
-        ("workers", options.threads, None),
         ("store", options.store, None),
         ("masters", options.masters, False),
         ("activations", options.activations, options.activations if recomputes(options.activations) else "device"),

@@ -14,7 +14,7 @@ from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit import Fit
 from pipeback.lightning.fit_state import FitState, without
 from pipeback.pipeline.pipeline import Pipeline
-from pipeback.runtime.outside_ticks import Answer
+from pipeback.runtime.runners import Answer
 from pipeback.splitting.split import Split
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.tensors import meta

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -47,29 +47,27 @@ Then = Callable[[], object]  # what is done last in a call
 class Engine:
     """Runs the stages that were built.
 
-    lock: one caller at a time. error: the error that has closed the pipeline. runtime: None before the first push.
-    pushed: micro-batches of the last push, and samples of its first one. current: the optimizers' options at the last
-    push. threads: whether stages run in other threads or processes. kept: states to go back to; None: there are none.
+    lock: one caller at a time. error: what has closed the pipeline. runtime: None before the first push. amid: calls
+    that cannot be done while a micro-batch waits for its gradient from outside. pushed: micro-batches of the last push,
+    and samples of its first one. current: the optimizers' options at the last push. threads: whether stages run in
+    other threads or processes. kept: states to go back to; None: there are none.
     """
 
     def __init__(self, built: Built) -> None:
         options = built.options
-        self.split, self.method, self.delays, self.optimizers = (
-            built.split, built.method, built.delays, built.optimizers,
-        )  # fmt: skip
-        self.holding, self.setting = built.holding, built.setting
+        self.split, self.method, self.delays = built.split, built.method, built.delays
+        self.optimizers, self.holding, self.setting = built.optimizers, built.holding, built.setting
         self.stages, self.model, self.traced = self.holding.stages, self.split.model, self.split.program
         self.size, self.by_samples = options.micro_batches.size, options.micro_batches.weights == "samples"
         self.outside, self._compile = options.loss is None, options.compile
+        self.amid: Collection[str] = ()
         self.entrance = MicroBatcher(self.traced, self.holding.everywhere)
         self._intact = ModelCheck(self.model, self.stages, self.traced is None)
         self._followers = ReplicaSync(self.holding.everywhere)
         self.threads = options.threads is not None or built.replicas > 1 or self.ranks.several
-        self.current = Options(self.optimizers, 0)
-        self.arrived, self.progress = 0, Progress()
-        self._stacking = Stacking(built)
+        self._stacking, self.current = Stacking(built), Options(self.optimizers, 0)
         self._rehearsals = Rehearsals(self.holding, self.delays, warn=options.debug.weight_functions == "warn")
-        self.observing, self.losses = Observers(), LossWatch(options.debug.stop_at_nan)
+        self.observing, self.losses, self.progress = Observers(), LossWatch(options.debug.stop_at_nan), Progress()
         self.error: BaseException | None = None
         self.kept: KeptStates | None = None
         self._otherwise = "" if self.outside or options.vectorize or options.tensor.size > 1 else TAKE_BACK
@@ -77,7 +75,7 @@ class Engine:
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
         self.lock, self._process = CallLock(), os.getpid()  # not in a child of fork
         self.modes = Modes(self.settable(), self.lock, self._settle)
-        self.pushed, self._affordable = (0, 0), 0  # micro-batches of a push that are known to fit the store's budgets
+        self.arrived, self.pushed, self._affordable = 0, (0, 0), 0  # the last: of a push that is known to fit the store
         if self.holding.store is not None:
             weakref.finalize(self, self.holding.store.close)
 
@@ -176,7 +174,7 @@ class Engine:
     def wait(self) -> None:
         """As `Pipeline.wait`."""
         with self.lock, recording():
-            self.open()
+            self.open("wait")
             if self.runtime is not None:
                 harmless = () if isinstance(self.runtime, EventLoop) else (KeyboardInterrupt,)
                 self._followers.follow(self.join, partial(self.do, self.runtime.wait, harmless=harmless))
@@ -194,7 +192,7 @@ class Engine:
     def drain(self, then: Then) -> None:
         """As `Pipeline.drain`. then: called if something could be in flight."""
         with self.lock, recording():
-            self.open()
+            self.open("drain")
             if self.runtime is not None:
                 self._followers.follow(self.join, partial(self.do, self.runtime.drain))
                 self.ranks.meet("drain()")
@@ -222,12 +220,14 @@ class Engine:
 
     # -- open and closed -----------------------------------------------------------------------------------------
 
-    def open(self) -> None:
-        """Raise RuntimeError if the pipeline is closed, or if this is a child of fork."""
+    def open(self, what: str = "") -> None:
+        """Raise RuntimeError if the pipeline is closed, if this is a child of fork, or if `what` cannot be done now."""
         if self._finalizer is not None or self.holding.store is not None:
             fork_guard.refuse(self._process)
         if self.error is not None:
             raise closed(self.error, self._otherwise) from self.error
+        if what in self.amid:
+            raise RuntimeError("a micro-batch has gone forward; call backward with its gradient first")
 
     def do(self, what: Callable[[], Any], harmless: tuple[type[BaseException], ...] = ()) -> Any:
         """Do it. An error closes the pipeline, since a wave may be half done, unless it is one of `harmless`."""
@@ -257,7 +257,7 @@ class Engine:
 
     def reopen(self) -> None:
         """Stop, because a state will be loaded; micro-batches in flight are lost."""
-        if self.error is None:
+        if self.error is None and "wait" not in self.amid:
             with suppress(StageError):  # a worker has failed meanwhile, in what the state replaces
                 self.kept.settle("load_state_dict()", warn=False) if self.kept is not None else self.wait()
         if self.error is None:
@@ -375,7 +375,7 @@ class Engine:
             self._finalizer = None
         if self.runtime is not None:
             self.runtime.close()
-            self.runtime = None
+        self.runtime, self.amid = None, ()
         self.modes.leave()
 
     def settable(self) -> Iterator[nn.Module]:

@@ -154,8 +154,7 @@ class PipelineOptions(NamedTuple):
             among.append(("order", order, "grouped", 'debug=pipeback.Debug(order="grouped")'))
             if self.loss is None:
                 among.append(("masters", self.masters, False, "masters=False"))
-            with_all = ("workers", "replicas", "ranks") if self.loss is not None else ("ranks",)
-            apart = [one for one in among if one[0] not in with_all]
+            apart = [one for one in among if one[0] not in ("workers", "replicas", "ranks")]
             check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", apart)
         elif order == "skewed":
             among.append(("loss", "given" if self.loss is not None else None, "given", "a loss, and push"))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pipeback.pipeline.lifetime import Lifetime
 from pipeback.pipeline.outside_loss import OutsideLoss
 from pipeback.pipeline.saving import Saving
-from pipeback.runtime.outside_ticks import Answer
+from pipeback.runtime.runners import Answer
 from pipeback.stages.flight import Value
 
 

@@ -13,8 +13,8 @@ from pipeback.distributed.rank_runner import RankRunner
 from pipeback.methods.base import Method
 from pipeback.pipeline.engine import Engine, Then
 from pipeback.pipeline.grad_modes import recording
-from pipeback.runtime.outside_ticks import Answer, OutsideTicks, Ticks
-from pipeback.runtime.runners import PushLoop, Runner, Threads
+from pipeback.runtime.outside_ticks import OutsideTicks
+from pipeback.runtime.runners import Answer, PushLoop, Runner, Threads, Ticks
 from pipeback.schedules.programs import flush
 from pipeback.stages.flight import Value
 
@@ -99,7 +99,7 @@ class OutsideLoss:
             engine.modes.pushed()
             outputs: list[Value] = engine.do(partial(runtime.forward, engine.arrived, xs, engine.current, expected))
             self._did(runtime)
-            self.ahead.forward(len(xs))
+            self._forward(len(xs), "drain")
             engine.holding.hide()  # from who clears them before the backward
             return [self._shown(output, x) for output, x in zip(outputs, xs, strict=True)]
 
@@ -133,7 +133,7 @@ class OutsideLoss:
 
         output = engine.do(partial(ticks.forward, xs, engine.current, expected, judged))
         self.ahead.backward(len(xs) - 1)
-        self.ahead.forward(1)
+        self._forward(1, "drain", "wait")
         engine.holding.hide()
         return self._shown(output, xs[-1])
 
@@ -158,12 +158,12 @@ class OutsideLoss:
                     f"backward was given {len(gradients)} gradients, forward {self.ahead.count} inputs; give as many"
                 )
             if (ticks := _ticks(runtime)) is not None:
-                self.ahead.backward(self.ahead.take())
+                self.ahead.backward(self._take())
                 if ticks.judges and nothing(gradients[0]):
                     raise RuntimeError(_LATE)
                 engine.do(partial(ticks.backward, gradients))
                 return
-            ahead, fallen = self.ahead.take(), [n for n, g in enumerate(gradients) if forget and nothing(g)]
+            ahead, fallen = self._take(), [n for n, g in enumerate(gradients) if forget and nothing(g)]
             if fallen:
                 assert not isinstance(runtime, (RankRunner, OutsideTicks))
                 engine.do(partial(runtime.forget, fallen, ahead))
@@ -181,9 +181,10 @@ class OutsideLoss:
             runtime = self._went_ahead("forget")
             if isinstance(runtime, RankRunner):
                 raise RuntimeError("forget: the other ranks are ahead already; give backward a gradient of zeros")
-            if isinstance(runtime, OutsideTicks):
+            if _ticks(runtime) is not None:
                 raise RuntimeError(_LATE)
-            ahead = self.ahead.take()
+            assert not isinstance(runtime, OutsideTicks)
+            ahead = self._take()
             self._engine.do(partial(runtime.forget, range(ahead), ahead))
 
     def step(self, then: Then) -> None:
@@ -201,8 +202,18 @@ class OutsideLoss:
                     self.ahead.restart()
                 then()
 
+    def _forward(self, count: int, *amid: str) -> None:
+        """So many have gone forward. amid: calls that cannot be done before they go backward."""
+        self.ahead.forward(count)
+        self._engine.amid = amid
+
+    def _take(self) -> int:
+        """The number that were ahead; now none is."""
+        self._engine.amid = ()
+        return self.ahead.take()
+
     def _did(self, runtime: Runner) -> None:
-        if not isinstance(runtime, RankRunner | OutsideTicks):  # ranks work on, and ticks go on
+        if not isinstance(runtime, RankRunner) and _ticks(runtime) is None:  # ranks work on, and ticks go on
             self._engine.modes.done()
 
     def _one_by_one(self) -> None:
@@ -230,7 +241,7 @@ def _ticks(runtime: Runner) -> Ticks | None:
     """What runs micro-batches in ticks; None: they go through the stages by themselves."""
     if isinstance(runtime, OutsideTicks):
         return runtime
-    return runtime.ticks if isinstance(runtime, RankRunner) else None
+    return runtime.ticks if isinstance(runtime, RankRunner | Threads) else None
 
 
 def _nobody(n: int, output: Any) -> Value:

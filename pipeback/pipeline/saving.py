@@ -50,9 +50,9 @@ class Saving:
         """Do what `Pipeline.share` does."""
         engine = self._engine
         with engine.lock, recording():
-            engine.wait()
             if self._ahead.count:
                 raise RuntimeError("a micro-batch has gone forward; call backward or forget before taking the state")
+            engine.wait()
             with uncollected():
                 return pipeline_state.share(engine.holding.mine, engine.loops, engine.holding.saving, take)
 

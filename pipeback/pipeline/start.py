@@ -12,7 +12,7 @@ import torch
 
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.distributed.rank_runner import RankRunner
-from pipeback.distributed.rank_ticks import RankTicks
+from pipeback.distributed.rank_ticks import rank_ticks
 from pipeback.distributed.ranks import Ranks
 from pipeback.runtime.executor import Executor
 from pipeback.runtime.link import LocalLink, StageLink, ThreadWire, links
@@ -22,6 +22,7 @@ from pipeback.runtime.replicas import OneReplica, Replicas, ThreadReplicas
 from pipeback.runtime.runners import PushLoop, Runner, Threads, TickLoop
 from pipeback.runtime.setting import Setting
 from pipeback.runtime.stage_executor import StageExecutor
+from pipeback.runtime.thread_ticks import ThreadTicks
 from pipeback.runtime.weight_provider import WeightProvider
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order
@@ -49,14 +50,17 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
         sums = None if holding.shards else ranks.sums(mine[0].device)
         loop = _loop(holding, setting, mine, link, sums, ranks.replica)
         runner = RankRunner(loop, owner, ranks, results, closed)
-        runner.ticks = RankTicks(runner) if setting.skewed and outside else None
+        runner.ticks = rank_ticks(runner) if setting.skewed and outside else None
         return runner
     if setting.threads is None and len(holding.everywhere) == 1:
         ticks: type[TickLoop | OutsideTicks] = OutsideTicks if outside else TickLoop
         inline = ticks if setting.skewed or setting.order == "skewed" else PushLoop
         return inline(_loop(holding, setting, holding.stages, LocalLink(), None, 0))
     bound *= holding.method.chunks == 1  # 0: without limit, as workers of several parts send to each other
-    return Threads(_loops(holding, setting, owner, bound, closed), owner, closed)
+    threads = Threads(_loops(holding, setting, owner, bound, closed), owner, closed)
+    # a part is done when it returns, for the caller may then read gradients and weights
+    threads.ticks = ThreadTicks(threads, done=threads.join) if setting.skewed and outside else None
+    return threads
 
 
 def _loops(holding: HeldStages, setting: Setting, owner: list[int], bound: int, closed: threading.Event) -> list[Loop]:

@@ -13,36 +13,15 @@ Several workers do the same parts at the same time, each those of its own stages
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from pipeback.runtime.loop import Batch, Loop
-from pipeback.runtime.runners import FEW, EventLoop, Read
+from pipeback.runtime.runners import FEW, Answer, EventLoop, Read
 from pipeback.schedules.flushes import in_flushes
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
-
-Answer = Callable[[int, Any], Value]  # of those that went forward together: (its place, its output) -> its gradient
-
-
-class Ticks(Protocol):
-    """What runs micro-batches in ticks, be it for one process or for one rank of several."""
-
-    @property
-    def judges(self) -> bool:
-        """Whether losses are asked for in this process."""
-
-    def forward(self, xs: Sequence[Value], options: Options, expected: int, judge: Answer) -> Value:
-        """Let these micro-batches in, have all but the newest judged, and return the output of that one; None in
-        processes without the last stage.
-        """
-
-    def backward(self, gradients: Sequence[Value]) -> None:
-        """Take the gradient of the newest."""
-
-    def step(self, flush: bool) -> None:
-        """Do the ticks that are left. flush: whether they end a flush."""
 
 
 class LoopTicks:
@@ -55,6 +34,7 @@ class LoopTicks:
         self.judge: Answer
         self.newest: Callable[[Any], None]
         self.ends = loop.worker.last == loop.worker.count - 1  # whether the last stage is one of this loop's
+        loop.worker.pauses = True
         if self.ends:
             loop.worker.report = self._left
 
@@ -63,8 +43,7 @@ class LoopTicks:
         loop, worker, order = self.loop, self.loop.worker, self.loop.order
         loop.reach(_never)
         self.mbs = loop.enter(xs, options, expected)
-        alone = len(worker.stages) == worker.count
-        if alone and (self._flushed() or self._in_turn()):
+        if self._flushed() or (len(worker.stages) == worker.count and self._in_turn()):
             return
         worker.run(order.advance(self.mbs.stop, order.at_last))
         worker.executor.land()

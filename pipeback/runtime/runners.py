@@ -30,6 +30,7 @@ from pipeback.tensors import accelerators
 FEW = 8  # micro-batches of a push that go through all stages one by one, if their loss is awaited
 Read = Callable[[list[int] | None], Tensor]  # samples per micro-batch (None: equal weights) -> mean loss of a push
 Command = Callable[[Loop], Any]
+Answer = Callable[[int, Any], Value]  # of those that went forward together: (its place, its output) -> its gradient
 
 
 class Runner(Protocol):
@@ -43,6 +44,25 @@ class Runner(Protocol):
     def wait(self) -> None: ...
     def drain(self) -> None: ...
     def close(self) -> None: ...
+
+
+class Ticks(Protocol):
+    """What runs micro-batches in ticks where the loss is computed outside, in one thread, in several, or on a rank."""
+
+    @property
+    def judges(self) -> bool:
+        """Whether losses are asked for in this process."""
+
+    def forward(self, xs: Sequence[Value], options: Options, expected: int, judge: Answer) -> Value:
+        """Let these micro-batches in, have all but the newest judged, and return the output of that one; None in
+        processes without the last stage.
+        """
+
+    def backward(self, gradients: Sequence[Value]) -> None:
+        """Take the gradient of the newest."""
+
+    def step(self, flush: bool) -> None:
+        """Do the ticks that are left. flush: whether they end a flush."""
 
 
 class EventLoop(ABC):
@@ -217,6 +237,7 @@ class Threads:
         check: Callable[[], None] = lambda: None,
     ) -> None:
         self.loops, self.owner, self.closed, self.check = loops, owner, closed, check
+        self.ticks: Ticks | None = None  # where stages run as one and the loss is computed outside
         self.commands = [Commands(depth) for _ in loops]
         self.awaited: dict[int, Awaited] = {}  # the losses that have not come: micro-batch · replicas + replica
         self.failure: list[BaseException] = []

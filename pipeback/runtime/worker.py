@@ -72,6 +72,7 @@ class Worker:
         self.watch: Watch | None = None
         self.options: dict[int, Options] = {}  # by micro-batch, until F of the last own stage is done
         self.entries: dict[int, int] = {}  # the version of stage 0 at which a micro-batch entered
+        self.pauses = False  # whether losses are computed outside, that of the newest micro-batch after a pause
         self.start = self.base = self.entered = 0  # entered: updates of stage 0, counted in the order
         self.report: Callable[[int, Tensor], None] = lambda mb, loss: None  # called by the last stage
         self.sizes: dict[int, int] = {}  # samples of each micro-batch, if these weight the mean

@@ -101,9 +101,8 @@ class StackExecutor:
     def _flush(self, order: Order, span: FlushSpan) -> int:
         worker = self.worker
         first = order.start + order.updated[0]
-        last = worker.stages[worker.last]
-        unjudged = last.last and not last.judges and first + span.ticks == order.arrived
-        if not self.by_group or unjudged:  # outside, the newest is judged later (`begin_flush`)
+        unjudged = worker.pauses and first + span.ticks == order.arrived  # the newest, later (`begin_flush`)
+        if not self.by_group or unjudged:
             return 0
         self._flushing.run(first, span.ticks, worker.method.schedule_at(order.start, span.ticks))
         return span.ticks

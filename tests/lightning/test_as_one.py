@@ -6,6 +6,7 @@ import copy
 import re
 import threading
 import warnings
+from functools import partial
 from itertools import product
 
 import lightning.pytorch as pl
@@ -90,6 +91,19 @@ def alike(case, kind=Seeing, as_one=True, **options):
 def test_every_method_is_the_event_loop(case, size):
     optimizer = next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
     alike(case, kind=lambda: Seeing(optimizer=optimizer), size=size)
+
+
+@pytest.mark.parametrize(("case", "size"), mostly_rare(product(STEADY, (1, 2)), ("cerebras", 1), ("gpipe-4", 2)))
+def test_threads(case, size):
+    """Each as one over its own stages; but for methods whose workers have several parts of the model."""
+    optimizer = next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
+    kind, whole = partial(Seeing, optimizer=optimizer), CASES[case](S).chunks == 1
+    wanted, _ = fitted(case, False, size, kind)
+    found, how = fitted(case, True if whole else "auto", size, kind, where={"workers": 2})
+    assert set(how.pipeline.owner) == {0, 1}
+    told = "as one|as a graph" if whole else "every worker has several parts of the model"
+    assert re.search(told, " ".join(how.vectorized.values()))
+    same([*found.after, *found.losses], [*wanted.after, *wanted.losses])
 
 
 @pytest.mark.parametrize("case", [rare("pb"), rare("pipedream"), "gpipe"])
@@ -273,7 +287,6 @@ def test_a_callback_amid_a_step():
 @pytest.mark.parametrize(
     ("options", "more", "told"),
     [
-        ({"workers": 2}, {}, "workers=2 does not go with stages as one; use workers=None"),
         ({"store": "host"}, {}, "store='host' does not go with stages as one; use store=None"),
         ({"activations": "host"}, {}, "activations='host' does not go with stages as one; use activations='device'"),
         ({"module": "self"}, {}, "training_step itself is followed"),

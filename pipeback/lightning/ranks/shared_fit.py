@@ -35,7 +35,7 @@ from pipeback.lightning.ranks.rank_sync import agree
 from pipeback.pipeline.arguments import Clipping, Processes, TensorParallel
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.private import pytree
-from pipeback.runtime.outside_ticks import Answer
+from pipeback.runtime.runners import Answer
 from pipeback.splitting.split import Split
 
 

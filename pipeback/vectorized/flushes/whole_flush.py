@@ -43,12 +43,23 @@ PARTS = 4  # in which a worker of several hands a flush on
 Left = tuple[Any, Sequence[Tensor]]  # the graphs of a stage, and what its F has saved for B
 
 
+class Pass(NamedTuple):
+    """Micro-batches that went forward together: what is left for B; and the gradients of the last stage's outputs, or
+    None where they are messages. packed: whether the first stage got them as a tuple.
+    """
+
+    mbs: range
+    left: dict[int, Left | None]
+    gradients: list[Any] | None
+    packed: bool
+
+
 class Begun(NamedTuple):
-    """A flush that has begun: its micro-batches, the older versions that stages run on, and what is left of a pass."""
+    """A flush that has begun: its micro-batches, the older versions that stages run on, and passes without their B."""
 
     mbs: range
     versions: dict[int, int]
-    paused: tuple[range, dict[int, Left | None]] | None = None
+    paused: Sequence[Pass] = ()
 
 
 def able(worker: Worker) -> bool:
@@ -80,42 +91,46 @@ class WholeFlush:
         self.end()
 
     def begin(self, first: int, count: int, schedule: Schedule, *, pauses: bool = False) -> None:
-        """Do all of it but the updates. pauses: where the loss is computed outside, B of the last pass is left, too."""
+        """Do all of it but the updates. pauses: where the loss is computed outside, B is left, too: that of the last
+        pass, or that of all passes where the last stage is another worker's.
+        """
         worker, mbs = self.worker, range(first, first + count)
         if self._held[0] != count:
             self._held = count, flying(schedule, worker.count)
         held: Any = worker.residence.forward([(s, first) for s in worker.stages])  # an older version, for all of them
         self._begun = Begun(mbs, {stage.index: h.version for h in held for stage in h.stages})
         try:
-            if len(worker.stages) < worker.count:
-                self._run_part(mbs)
-                return
-            for some in self._passes(mbs):
-                left, value = self._forth(some)
-                if pauses and some.stop == mbs.stop:
-                    self._begun = self._begun._replace(paused=(some, left))
-                else:
-                    self._back(some, left, value)
+            part = len(worker.stages) < worker.count
+            ahead = [self._pass(some) for some in (_divided(mbs, PARTS) if part else ())]
+            for some in () if part else self._passes(mbs):
+                ahead.append(self._pass(some))
+                if not pauses or some.stop < mbs.stop:
+                    self._back(ahead.pop())
+            if pauses:
+                self._begun = self._begun._replace(paused=ahead)
+            else:
+                self._all_back(ahead)
         except BaseException:
             self._forget()
             raise
         finally:
             worker.residence.after_backward(held)
 
-    def _run_part(self, mbs: range) -> None:
-        """Do all of a flush but the updates at the stages of this worker, one of several."""
-        worker, link = self.worker, self.worker.link
-        first, ahead = worker.first, []
-        for some in _divided(mbs, PARTS):
-            for i in some:
-                link.wait("F", first, i)
-            entered = type(link.box["F", first, some[0]]) is tuple
-            left, value = self._forth(some)
-            ahead.append((some, left, value, entered))
-        for some, left, value, entered in ahead:
-            back = self._back(some, left, value)
+    def _pass(self, mbs: range) -> Pass:
+        """Do F of these micro-batches at the stages of this worker."""
+        link, first = self.worker.link, self.worker.first
+        for i in mbs:
+            link.wait("F", first, i)
+        packed = type(link.box["F", first, mbs[0]]) is tuple
+        return Pass(mbs, *self._forth(mbs), packed)
+
+    def _all_back(self, passes: Sequence[Pass]) -> None:
+        """Do B of these passes, and send the gradients of the inputs to the worker before."""
+        first = self.worker.first
+        for one in passes:
+            back = self._back(one)
             if first and back is not None:
-                self._send("B", first - 1, some, apart(back, len(some), entered))
+                self._send("B", first - 1, one.mbs, apart(back, len(one.mbs), one.packed))
 
     @property
     def begun(self) -> bool:
@@ -128,8 +143,7 @@ class WholeFlush:
         assert begun is not None
         mbs, versions, paused = begun
         try:
-            if paused is not None:
-                self._back(*paused, None)
+            self._all_back(paused)
         except BaseException:
             self._forget()
             raise
@@ -182,10 +196,11 @@ class WholeFlush:
             self._send("F", s + 1, mbs, apart(value, len(mbs), packs))
         return left, None
 
-    def _back(self, mbs: range, left: dict[int, Left | None], value: list[Any] | None) -> list[Any] | None:
-        """Do B of these micro-batches at the stages where something is left; return the gradients (n, …) of the first
-        one's inputs, or None where they are messages.
+    def _back(self, one: Pass) -> list[Any] | None:
+        """Do B of a pass at the stages where something is left; return the gradients (n, …) of the first one's inputs,
+        or None where they are messages.
         """
+        mbs, left, value, _ = one
         with torch.no_grad():
             for s in reversed(left):
                 value = self._backward(self.worker.stages[s], mbs, value, left[s])
