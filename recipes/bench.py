@@ -22,7 +22,7 @@ processes   two ranks against two such copies and against torch.distributed.pipe
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
 splitting   seconds of cutting resnet50 into stages; the cost of passing dictionaries and long skips along
 lightning_devices
-            the strategy over two devices and one, with stages one by one and as one
+            the strategy over two devices, in two threads and on one device, with stages one by one and as one
 research    CPU milliseconds per update of 32 stages of width 48 under AdamW, by method, as sweeps train them
 memory      weight copies and method state, measured and declared; memory after 100 and after 10,000 micro-batches
 stability   largest stable ηλ on a quadratic, observed beside theory; only if it is named (benches/stability.py)

@@ -1,10 +1,10 @@
-"""Compares fits over two devices, which are two processes on one machine, with fits on one: with stages one by one, and
-as one where that is faster. Every fit starts processes of its own.
+"""Compares fits over two devices, which are two processes on one machine, and fits of two threads, with fits on one
+device: with stages one by one, and as one where that is faster.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
@@ -17,7 +17,25 @@ from pipeback.recipes.markdown import table
 
 BATCHES = 2 * COUNT
 CASES = 0, 2  # of `ONES`
-FITS: list[tuple[int, bool | str]] = [(1, False), (1, "auto"), (2, False), (2, "auto")]  # devices, vectorize
+
+
+class Fit(NamedTuple):
+    """How a fit is done. workers: threads that share the stages of a device."""
+
+    words: str
+    devices: int = 1
+    workers: int | None = None
+    vectorize: bool | str = False
+
+
+FITS = (
+    Fit("one device"),
+    Fit("two threads", workers=2),
+    Fit("two devices", devices=2),
+    Fit('one device, `"auto"`', vectorize="auto"),
+    Fit('two threads, `"auto"`', workers=2, vectorize="auto"),
+    Fit('two devices, `"auto"`', devices=2, vectorize="auto"),
+)
 
 
 class Module(pl.LightningModule):
@@ -38,24 +56,26 @@ class Module(pl.LightningModule):
 
 def main(repeats: int) -> None:
     """Print a table of the fits, of which those of a turn follow each other."""
-    rows = []
+    columns = []
     for number in CASES:
-        turns = [[seconds(number, *fit) for fit in FITS] for _ in range(repeats)]
-        one, one_auto, two, two_auto = zip(*turns, strict=True)
-        pairs = (one, two), (one, one_auto), (two, two_auto), (one_auto, two_auto)
-        rows.append([ONES[number].words, *(spread([a / b for a, b in zip(*pair, strict=True)]) for pair in pairs)])
+        turns = [[seconds(number, fit) for fit in FITS] for _ in range(repeats)]
+        one, *_, one_auto, threads_auto, two_auto = every = list(zip(*turns, strict=True))
+        pairs = *((one, some) for some in every[1:]), (one_auto, threads_auto), (one_auto, two_auto)
+        columns.append([spread([a / b for a, b in zip(*pair, strict=True)]) for pair in pairs])
+    words = *(f"{fit.words}, over one device" for fit in FITS[1:]), *(f'{n}, over one device with `"auto"`' for n in
+             (FITS[-2].words, FITS[-1].words))  # fmt: skip
     print("Lightning with `pb`, batches of 64 micro-batches of one sample; a device is a process with a core.\n")
-    print(table(
-        ["", "one by one, two devices over one", '`"auto"` over one by one, one device',
-         '`"auto"` over one by one, two devices', '`"auto"`, two devices over one'], rows,
-    ))  # fmt: skip
+    rows = [[name, *cells] for name, *cells in zip(words, *columns, strict=True)]
+    print(table(["samples per second", *(ONES[number].words for number in CASES)], rows))
 
 
-def seconds(number: int, devices: int, vectorize: bool | str) -> float:
+def seconds(number: int, fit: Fit) -> float:
     """Return the time per batch of a fit."""
     clock, case = Clock(), ONES[number]
     batches = torch.utils.data.DataLoader(Dataset(BATCHES, number), batch_size=None)
-    where = PipelineStrategy(create("pb", case.stages), micro_batch_size=1, vectorize=vectorize, plan=False)
+    where = PipelineStrategy(
+        create("pb", case.stages), micro_batch_size=1, vectorize=fit.vectorize, workers=fit.workers, plan=False
+    )
     with one_thread():
-        run(Module(number), batches, where, [clock], devices)
+        run(Module(number), batches, where, [clock], fit.devices)
     return clock.per_batch()
