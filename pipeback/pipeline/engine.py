@@ -322,9 +322,7 @@ class Engine:
         """Keep those stacks of similar stages that can run as one for these micro-batches."""
         changed = self._stacking.fit(self.current)
         if self.runtime is None:
-            if self.ranks.several:
-                for told in self.ranks.gather(self._stacking.told, "push()"):
-                    self._stacking.told |= told
+            self._stacking.meet()
             self._stack()
         else:  # the order of operations stays
             self.setting = self.setting._replace(stacks=self._stacking.stacks)

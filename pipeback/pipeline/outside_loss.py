@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.methods.base import Method
+from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine, Then
 from pipeback.pipeline.grad_modes import recording
 from pipeback.runtime.outside_ticks import OutsideTicks
@@ -75,8 +76,7 @@ class OutsideLoss:
         """As `Pipeline.runs_ticks`."""
         with self._engine.lock, torch.enable_grad():
             self._one_by_one()
-            batches = [batch for x in xs for batch in self._engine.batches(x, None)]
-            return _ticks(self._engine.ready(batches, expected)) is not None
+            return _ticks(self._ready(xs, expected)[0]) is not None
 
     def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | None = None) -> list[Value]:
         """As `Pipeline.forward_many`."""
@@ -90,8 +90,7 @@ class OutsideLoss:
                     f"{len(xs)} micro-batches do not lie in one flush of {engine.method!r}; call forward and backward "
                     "for one after the other"
                 )
-            batches = [batch for x in xs for batch in engine.batches(x, None)]
-            runtime, xs = engine.ready(batches, expected), [x for x, _, _ in batches]
+            runtime, xs = self._ready(xs, expected)
             if (ticks := _ticks(runtime)) is not None:
                 return [self._in_ticks(ticks, xs, expected, _nobody)]
             assert isinstance(runtime, (PushLoop, Threads, RankRunner))
@@ -105,10 +104,9 @@ class OutsideLoss:
 
     def _judged(self, xs: Sequence[Value], expected: int, judge: Answer) -> list[Value]:
         """Have a loss computed for the output of all but the last, whose output is returned."""
-        batches = [batch for x in xs for batch in self._engine.batches(x, None)]
-        runtime = self._engine.ready(batches, expected)
+        runtime, inputs = self._ready(xs, expected)
         if (ticks := _ticks(runtime)) is not None:
-            return [self._in_ticks(ticks, [x for x, _, _ in batches], expected, judge)]
+            return [self._in_ticks(ticks, inputs, expected, judge)]
         elsewhere = isinstance(runtime, RankRunner) and not runtime.last  # the loss is another rank's
         for n, x in enumerate(xs[:-1]):
             (output,) = self.forward_many([x], expected)
@@ -215,6 +213,15 @@ class OutsideLoss:
     def _did(self, runtime: Runner) -> None:
         if not isinstance(runtime, RankRunner) and _ticks(runtime) is None:  # ranks work on, and ticks go on
             self._engine.modes.done()
+
+    def _ready(self, xs: Sequence[Value], expected: int) -> tuple[Runner, list[Value]]:
+        """Check and start everything before these micro-batches go forward; return the runtime, and what the stages
+        get.
+        """
+        engine = self._engine
+        with telling(engine.ranks):
+            batches = [batch for x in xs for batch in engine.batches(x, None)]
+            return engine.ready(batches, expected), [x for x, _, _ in batches]
 
     def _one_by_one(self) -> None:
         self._engine.open()

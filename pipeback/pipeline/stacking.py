@@ -103,7 +103,7 @@ class Stacking:
     def fit(self, current: Options) -> bool:
         """Keep the stacks that can run as one on these micro-batches, and should; return whether they are others.
 
-        Raises ValueError where `vectorize` demands a stack and none can run as one.
+        Raises ValueError where `vectorize` demands a stack and none can run as one; over ranks, `meet` does.
         """
         from pipeback.vectorized.stacks.fit_stacks import Request, fitting
 
@@ -111,6 +111,7 @@ class Stacking:
         asked = Request(
             self._method, self._asked, current, self._worker, len(holding.stages), self._together, self._flush,
             holding.most_as_one, holding.all_present, graphed=self._graphed, pushed=self._pushed,
+            apart=holding.ranks.several,
         )  # fmt: skip
         found: list[Any] = []
         told: dict[str, str] = {}
@@ -125,6 +126,22 @@ class Stacking:
         self._tried, self._seen, changed = True, [], found != self.stacks
         self.stacks = found
         return changed
+
+    def meet(self) -> None:
+        """Tell all ranks what each has found. Raises ValueError on all where `vectorize` demands a stack and none has
+        one.
+        """
+        ranks = self._holding.ranks
+        if not ranks.several:
+            return
+        found = ranks.gather((self.told, bool(self.stacks)), "push()")
+        self.told.clear()  # what stacks find out later is told in it
+        for told, _ in found:
+            self.told |= told
+        if self._asked not in (False, "auto") and not any(kept for _, kept in found):
+            from pipeback.vectorized.stacks.fit_stacks import none_can
+
+            raise none_can(self._asked, self.told)
 
     def check(self, plain: Mapping[str, Any]) -> None:
         """Raise ValueError if a state has micro-batches in flight as one where its stages do not run as one here."""

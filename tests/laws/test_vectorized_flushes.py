@@ -72,7 +72,7 @@ def saved_and_loaded(pair, count, at, saved):
 )  # fmt: skip
 def test_states_in_flight_go_on(case, saved, at, flushed):
     """Saved by one and the other, at the end of a flush and amid one."""
-    saved_and_loaded(lambda: pipelines(case), 40, at, saved)
+    saved_and_loaded(lambda: pipelines(case), 49, at, saved)
     assert flushed
 
 

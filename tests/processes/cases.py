@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
@@ -174,6 +175,26 @@ def judged(case: str, sizes: tuple[int, ...] = (30, 3, 1, 9, 2), **options: Any)
     found["vectorized"] = dict(pipe.vectorized)
     pipe.close()
     return found
+
+
+def shared_out(owner: list[int], function: Callable[..., Any], *given: Any, **named: Any) -> Any:
+    """Call a function while these workers have the stages, whatever each of them takes."""
+    with pytest.MonkeyPatch.context() as patch:
+        for place in ("distributed.held_stages", "pipeline.stacking"):
+            patch.setattr(f"pipeback.{place}.balance", lambda seconds, workers: owner)
+        return function(*given, **named)
+
+
+def none_alike() -> str:
+    """The error where no rank has two stages that are alike, though the model has."""
+    from tests.laws import as_one
+
+    sgd, some = OPTIMIZERS["momentum"], as_one.doubles(4)
+    pipe = pipeback.Pipeline(as_one.unlike(), loss=None, optimizer=sgd, method="gpipe", vectorize=True)
+    with pytest.raises(ValueError, match="no stages can run as one") as caught:
+        pipe.forward_many([x for x, _ in some], expected=4)
+    pipe.close()
+    return str(caught.value)
 
 
 def _judge(ys: Sequence[torch.Tensor], losses: list[float], n: int, output: torch.Tensor) -> Any:

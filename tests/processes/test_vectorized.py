@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.choice import rare
 from tests.laws.as_one import S
 from tests.laws.cases import CASES, STEADY
-from tests.processes.cases import as_one, far, judged
+from tests.processes.cases import as_one, far, judged, none_alike, shared_out
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
@@ -55,3 +55,14 @@ def test_a_loss_that_is_computed_outside(crew, ranks, cases):
                 odd[f"{case}, rank {rank}"] = found
             assert any(told.startswith("as ") for told in result["vectorized"].values()), result["vectorized"]
     assert odd == {}
+
+
+def test_ranks_on_which_no_stages_are_alike(crew):
+    """They do theirs one by one, while those of others run as one; if there is no other rank, all say so at once."""
+    wanted = judged("gpipe")
+    for result in crew.ranks(3).run(shared_out, [0, 0, 1, 1, 1, 2, 2], judged, "gpipe", vectorize=True):
+        result["losses"] = result["losses"] if result["losses"].numel() else wanted["losses"]
+        assert not far(result, wanted)
+        assert [told.startswith("as one") for told in result["vectorized"].values()].count(True) == 1
+    said = crew.ranks(4).run(shared_out, [0, 0, 1, 1, 2, 2, 3, 3], none_alike)
+    assert len(set(said)) == 1 and all(f"stage {s}: stage by stage" in said[0] for s in range(6))

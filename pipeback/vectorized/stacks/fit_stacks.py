@@ -44,7 +44,8 @@ class Request(NamedTuple):
     flush: the micro-batches of a flush that one worker does as a whole; 0: there is none. most: see `Shaper`. present:
     a context in which the weights of these stages are on their device. in_turn: whether micro-batches that come
     together go one by one through all stages (`ticks/in_turn`). graphed: whether stacks are made for CUDA graphs, be it
-    by "auto". pushed: the micro-batches of the first push.
+    by "auto". pushed: the micro-batches of the first push. apart: whether other ranks have other stages, so that none
+    of these need run as one.
     """
 
     method: Method
@@ -59,6 +60,7 @@ class Request(NamedTuple):
     in_turn: bool = False
     graphed: bool = False
     pushed: int = 1
+    apart: bool = False
 
     @property
     def conditions(self) -> whole_cost.Conditions:
@@ -133,12 +135,15 @@ def fitting(
     every, kept, reasons = _divided(stacks, seen, asked, shaper)
     several = [stack for stack in every if not stack.alone]
     missed = bool(several) and not any(stack in kept for stack in several)
-    if (not kept or missed) and not auto:
-        told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
-        raise ValueError(
-            f'vectorize={asked.vectorize!r}: no stages can run as one ({told}); use vectorize="auto" or False'
-        )
+    if (not kept or missed) and not auto and not asked.apart:
+        raise none_can(asked.vectorize, reasons)
     return _chosen(every, kept, reasons, asked), reasons
+
+
+def none_can(vectorize: bool | str, reasons: Reasons) -> ValueError:
+    """The error where `vectorize` demands a stack and none can run as one."""
+    told = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
+    return ValueError(f'vectorize={vectorize!r}: no stages can run as one ({told}); use vectorize="auto" or False')
 
 
 def _chosen(every: Sequence[Stack], kept: Sequence[Stack], reasons: Reasons, asked: Request) -> list[Stack]:
