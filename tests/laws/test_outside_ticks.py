@@ -136,3 +136,28 @@ def test_whether_one_at_a_time_goes_in_turn(monkeypatch, gain, drops, case):
 def test_what_it_does_not_go_with():
     with pytest.raises(ValueError, match="vectorize=True does not go with masters=True"):
         build("pb", True, masters=True)
+
+
+@pytest.mark.parametrize("workers", [None, 2])
+@pytest.mark.parametrize("vectorize", [True, False])
+def test_what_waits_between_forward_and_backward_is_refused_and_harmless(vectorize, workers):
+    """With autograd graphs nothing but the newest micro-batch is under way, and waiting does nothing."""
+    pipe, other = build("pb", vectorize, workers=workers), build("pb", False)
+    net = pipe.model
+    calls, waits = [pipe.drain, pipe.state_dict], [pipe.wait, net.eval, lambda: pipe.model]
+    for n, some in enumerate(cut((8, 5, 3))):
+        xs, ys = zip(*some, strict=True)
+        judge = lambda n, output, ys=ys: torch.autograd.grad(mse_loss(output, ys[n]), output)[0]  # noqa: E731
+        (output,) = pipe.forward_many(xs, expected=len(xs), judge=judge)
+        for call in [*calls, *waits] if vectorize else calls:
+            with pytest.raises(RuntimeError, match="a micro-batch has gone forward; call backward"):
+                call()
+        for call in [] if vectorize else [*waits, net.train]:
+            call()
+        pipe.backward(judge(len(xs) - 1, output))
+        pipe.step()
+        trained(other, some)
+    for one in (pipe, other):
+        one.drain()
+    same(list(pipe.model.parameters()), list(other.model.parameters()))
+    pipe.close()

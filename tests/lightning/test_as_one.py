@@ -220,6 +220,15 @@ def test_a_checkpoint_in_flight(case, other, tmp_path):
     same([*again.after, *again.parameters()], [*whole.after[3:], *whole.parameters()])
 
 
+@pytest.mark.parametrize("case", [rare("gpipe-4"), "spectrain"])
+def test_a_checkpoint_in_flight_of_threads(case, tmp_path):
+    keep = ModelCheckpoint(tmp_path, every_n_train_steps=3, filename="{step}", auto_insert_metric_name=False)
+    where = {"workers": 2}
+    whole, _ = fitted(case, True, enable_checkpointing=True, callbacks=[keep], where=where, max_epochs=1)
+    again, _ = fitted(case, True, ckpt=tmp_path / "3.ckpt", seed=11, where=where, max_epochs=1)
+    same([*again.after, *again.parameters()], [*whole.after[3:], *whole.parameters()])
+
+
 def test_drained_before_every_validation():
     class Validated(Seeing):
         def validation_step(self, batch, batch_idx):
@@ -337,7 +346,8 @@ def test_a_training_step_that_is_not_one(step, message):
         fitted("pb", True, kind=Odd)
 
 
-def test_an_error_in_training_step():
+@pytest.mark.parametrize("workers", [None, 2])
+def test_an_error_in_training_step(workers):
     """It comes to the caller with its traceback, and the other slices clean up."""
     cleaned = []
 
@@ -352,20 +362,21 @@ def test_an_error_in_training_step():
                 cleaned.append(1)
 
     with pytest.raises(KeyError, match="mine") as caught:
-        fitted("pb", True, kind=Failing)
+        fitted("pb", True, kind=Failing, where={"workers": workers})
     assert "training_step" in [entry.name for entry in caught.traceback]
     assert len(cleaned) == 10 and not [t for t in threading.enumerate() if t.name == "pipeback call"]
 
 
-def test_a_loss_that_depends_on_nothing():
+@pytest.mark.parametrize("workers", [None, 2])
+def test_a_loss_that_depends_on_nothing(workers):
     class Skipping(Seeing):
         def training_step(self, batch, batch_idx):
             loss = super().training_step(batch, batch_idx)
             return loss if len(self.losses) != 7 else torch.zeros((), dtype=torch.float64, requires_grad=True)
 
     with pytest.raises(ValueError, match="micro-batch 6: the loss depends on no output.*vectorize=False"):
-        fitted("pb", True, kind=Skipping)
-    fitted("pb", False, kind=Skipping)
+        fitted("pb", True, kind=Skipping, where={"workers": workers})
+    fitted("pb", False, kind=Skipping, where={"workers": workers})
 
 
 def test_the_option():
