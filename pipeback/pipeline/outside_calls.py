@@ -23,8 +23,8 @@ class OutsideCalls(Lifetime):
         Returns the model's output, detached from its graph and requiring a gradient, whose gradient goes to `backward`;
         or drop the micro-batch by `forget`. Over processes the last rank gets the output, the others None at once.
         expected: micro-batches until the next `step`, for methods that flush once per push; too many do no harm.
-        Until `backward` or `forget`, `drain` and `state_dict` raise RuntimeError; where stages run as one, so do `wait`,
-        `model` and a change of training mode, since other micro-batches are amid the stages.
+        Until `backward` or `forget`, `drain` and `state_dict` raise RuntimeError; where stages run as one, so do
+        `wait`, `model` and a change of training mode, since other micro-batches are amid the stages.
         """
         return self._outside.forward_many([x], expected)[0]
 

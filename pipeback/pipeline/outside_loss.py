@@ -121,12 +121,13 @@ class OutsideLoss:
         engine.came(len(xs))
 
         def judged(n: int, output: Any) -> Value:
-            gradient = judge(n, self._shown(output, xs[n]))
-            if nothing(gradient):
-                raise ValueError(
-                    f"micro-batch {first + n}: the loss depends on no output, but where stages run as one, others "
-                    "follow it already, and it cannot be dropped; build the pipeline with vectorize=False"
-                )
+            with telling(engine.ranks):
+                gradient = judge(n, self._shown(output, xs[n]))
+                if nothing(gradient):
+                    raise ValueError(
+                        f"micro-batch {first + n}: the loss depends on no output, but where stages run as one, others "
+                        "follow it already, and it cannot be dropped; build the pipeline with vectorize=False"
+                    )
             return gradient
 
         output = engine.do(partial(ticks.forward, xs, engine.current, expected, judged))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, Protocol
 
 from pipeback.runtime.link import Closed
@@ -49,7 +49,7 @@ class ThreadTicks:
         for ticks in self._ticks.values():
             ticks.judge, ticks.newest = self._answered, self._hand
         self._outputs: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()  # gradients, or what the caller has raised
+        self._answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     @property
     def judges(self) -> bool:
@@ -68,8 +68,8 @@ class ThreadTicks:
             if n + 1 < len(xs):
                 try:
                     self._answers.put(judge(n, output))
-                except BaseException as error:
-                    self._answers.put(_Raised(error))
+                except BaseException:
+                    self._runner.closed.set()  # the loop waits for an answer that does not come
                     raise
         self._done()
         return output
@@ -92,13 +92,8 @@ class ThreadTicks:
         """The gradient of an output, in the thread of the loop."""
         self._hand(output)
         while not self._runner.closed.is_set():
-            try:
-                answer = self._answers.get(timeout=PAUSE)
-            except queue.Empty:
-                continue
-            if isinstance(answer, _Raised):
-                raise answer.error
-            return answer
+            with suppress(queue.Empty):
+                return self._answers.get(timeout=PAUSE)
         raise Closed
 
     def _next(self) -> Any:
@@ -109,10 +104,3 @@ class ThreadTicks:
                     return self._outputs.get(timeout=PAUSE)
                 except queue.Empty:
                     self._runner.raise_failure()
-
-
-class _Raised:
-    """An error of the caller, in place of a gradient."""
-
-    def __init__(self, error: BaseException) -> None:
-        self.error = error

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeback.errors import StageError
+from pipeback.errors import RankError, StageError
 from pipeback.runtime.executor import JoinedOperations, SplitOperations
+from pipeback.runtime.link import Closed
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.flushes import FlushSpan
@@ -19,6 +20,8 @@ from pipeback.stages.flight import Flight
 from pipeback.vectorized.flushes.whole_flush import WholeFlush, able
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.ticks.steady import Steady
+
+INTERRUPTED = Closed, ConnectionError, RankError  # what ends a wait for a message: nothing has failed in these stages
 
 
 class StackExecutor:
@@ -162,6 +165,8 @@ class StackExecutor:
             if some:
                 try:
                     stack.forward(some, self.link)
+                except INTERRUPTED:
+                    raise
                 except Exception as error:
                     raise self._failed_rows("forward", stack, some, error) from error
                 for s, i in some:
@@ -184,6 +189,8 @@ class StackExecutor:
             if some:
                 try:
                     stack.backward(some, self.link)
+                except INTERRUPTED:
+                    raise
                 except Exception as error:
                     raise self._failed_rows("backward", stack, some, error) from error
                 if self.worker.samples:

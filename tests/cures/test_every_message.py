@@ -18,6 +18,7 @@ TESTS = Path(__file__).parent.parent
 SOURCE = TESTS.parent / "pipeback"
 ELSEWHERE = (
     "draw/test_draw.py",
+    "laws/test_outside_ticks.py",
     "laws/test_vectorized_compiled.py",
     "laws/test_views_in_place.py",
     "pipeline/test_by_name.py",

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
+from pipeback.errors import RankError
 from tests.laws.cases import CASES, LATE, OPTIMIZERS, STAGES, allowed, data, network, pipeline
 
 
@@ -195,6 +196,24 @@ def none_alike() -> str:
         pipe.forward_many([x for x, _ in some], expected=4)
     pipe.close()
     return str(caught.value)
+
+
+def judge_fails() -> str:
+    """The error of every rank where the loss that is computed outside raises one."""
+    from tests.laws import as_one
+
+    def fails(n: int, output: torch.Tensor) -> Any:
+        raise KeyError("no such label")
+
+    xs = [x for x, _ in as_one.doubles(9)]
+    pipe = pipeback.Pipeline(as_one.model(), loss=None, optimizer=OPTIMIZERS["momentum"], method="pb", vectorize=True)
+    with pytest.raises((KeyError, RankError)) as caught:
+        pipe.forward_many(xs, judge=fails)
+        pipe.backward(None)
+        pipe.step()
+        pipe.wait()
+    pipe.close()
+    return f"{caught.type.__name__}: {caught.value}"
 
 
 def _judge(ys: Sequence[torch.Tensor], losses: list[float], n: int, output: torch.Tensor) -> Any:

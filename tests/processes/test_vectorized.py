@@ -5,7 +5,7 @@ import pytest
 from tests.helpers.choice import rare
 from tests.laws.as_one import S
 from tests.laws.cases import CASES, STEADY
-from tests.processes.cases import as_one, far, judged, none_alike, shared_out
+from tests.processes.cases import as_one, far, judge_fails, judged, none_alike, shared_out
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
@@ -66,3 +66,8 @@ def test_ranks_on_which_no_stages_are_alike(crew):
         assert [told.startswith("as one") for told in result["vectorized"].values()].count(True) == 1
     said = crew.ranks(4).run(shared_out, [0, 0, 1, 1, 2, 2, 3, 3], none_alike)
     assert len(set(said)) == 1 and all(f"stage {s}: stage by stage" in said[0] for s in range(6))
+
+
+def test_an_error_of_the_loss_reaches_all_ranks(crew):
+    other, mine = crew.ranks(2).run(judge_fails)
+    assert mine == "KeyError: 'no such label'" and other.startswith("RankError") and "no such label" in other
