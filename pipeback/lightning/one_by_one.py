@@ -57,6 +57,8 @@ def _reason(
     ranks: int,
 ) -> str | None:
     kind = trainer.strategy.root_device.type
+    if options.vectorize == "cuda_graph" and options.threads is not None:
+        return f"CUDA graphs are of one thread, but workers={options.threads}; use workers=None"
     if options.vectorize == "cuda_graph" and kind != "cuda":
         return f'CUDA graphs need a GPU, but this fit is on {kind}; use Trainer(accelerator="gpu")'
     if options.vectorize == "cuda_graph" and ranks > 1:

@@ -382,6 +382,8 @@ def test_a_loss_that_depends_on_nothing(workers):
 def test_the_option():
     with pytest.raises(ValueError, match='CUDA graphs need a GPU, but this fit is on cpu; use .*, or vectorize="auto"'):
         fitted("pb", "cuda_graph")
+    with pytest.raises(ValueError, match='are of one thread, but workers=2; use workers=None, or vectorize="auto"'):
+        fitted("pb", "cuda_graph", where={"workers": 2})
     with pytest.raises(ValueError, match=r'vectorize must be True, False, "auto" or "cuda_graph", but is 3'):
         strategy(vectorize=3)
     with warnings.catch_warnings():
