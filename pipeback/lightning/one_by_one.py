@@ -66,7 +66,6 @@ def _reason(
     for name, value, plain in (
         ("tensor_parallel", options.tensor.size, 1),
         ("store", options.store, None),
-        ("masters", options.masters, False),
         ("activations", options.activations, options.activations if recomputes(options.activations) else "device"),
         ("order", options.debug.order, "grouped"),
     ):

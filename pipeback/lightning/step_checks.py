@@ -26,7 +26,8 @@ def check_call(body: TrainedModule, inputs: tuple[Any, ...], named: dict[str, An
             f"training_step called {body.shown} with {len(inputs)} positional and {len(named)} named arguments; the "
             "first stage takes one tensor or a tuple of tensors: put them into one tuple"
         )
-    if any(part.requires_grad for part in opened((inputs, named))[0]):
+    plain = not named and all(type(part) is Tensor for part in inputs)  # to open a structure takes as long as a layer
+    if any(part.requires_grad for part in (inputs if plain else opened((inputs, named))[0])):
         raise ValueError(
             f"the input of {body.shown} requires a gradient, but what comes before it would get none; move the "
             f"layers before it into the first stage of {body.name!r}, or detach the input"

@@ -85,7 +85,10 @@ def check_groups(stages: Sequence[Stage]) -> None:
 def check_autocast(as_one: bool, order: str) -> None:
     """Raise ValueError if the caller's autocast would not reach what a push does. as_one: whether stages run as one."""
     if as_one and accelerators.autocast():
-        raise ValueError("vectorize: autocast does not reach stages that run as one; enter it inside the modules")
+        raise ValueError(
+            "vectorize: autocast does not reach stages that run as one; enter it inside the modules, or build the "
+            "pipeline with vectorize=False"
+        )
     if order == "skewed" and accelerators.autocast():
         raise ValueError(
             'debug: with order="skewed" a push leaves work to later calls, which its autocast does not reach; '

@@ -152,8 +152,6 @@ class PipelineOptions(NamedTuple):
             kept = self.activations if recomputes(self.activations) else "device"
             among.append(("activations", self.activations, kept, f"activations={kept!r}"))
             among.append(("order", order, "grouped", 'debug=pipeback.Debug(order="grouped")'))
-            if self.loss is None:
-                among.append(("masters", self.masters, False, "masters=False"))
             apart = [one for one in among if one[0] not in ("workers", "replicas", "ranks")]
             check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", apart)
         elif order == "skewed":

@@ -12,18 +12,22 @@ import pipeback
 from pipeback.vectorized.stacks import whole_cost
 from pipeback.vectorized.stacks.stack import Stack
 from tests.helpers.choice import mostly_rare
-from tests.laws.as_one import S, doubles, model, same
-from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed
+from tests.laws.as_one import S, doubles, model, same, turns
+from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed, pipeline
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 QUICK = ["cerebras", "pipedream", "spectrain", "pipemare", "gpipe-4", "one_f_one_b-3", "pb-slack1"]
 
 
-def build(case, vectorize, net=None, **options):
-    optimizer = OPTIMIZERS[next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))]
+def optimizer(case):
+    return next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
+
+
+def build(case, vectorize=False, net=None, **options):
     return pipeback.Pipeline(
-        net or model(), loss=None, optimizer=optimizer, method=CASES[case](S), vectorize=vectorize, **options
-    )
+        net or model(), loss=None, optimizer=OPTIMIZERS[optimizer(case)], method=CASES[case](S), vectorize=vectorize,
+        **options,
+    )  # fmt: skip
 
 
 def trained(pipe, some, losses=None):
@@ -133,9 +137,44 @@ def test_whether_one_at_a_time_goes_in_turn(monkeypatch, gain, drops, case):
     assert any(told.startswith("as one") for told in pipe.vectorized.values()) is as_one
 
 
-def test_what_it_does_not_go_with():
-    with pytest.raises(ValueError, match="vectorize=True does not go with masters=True"):
-        build("pb", True, masters=True)
+@pytest.mark.parametrize("case", mostly_rare((c for c in STEADY if turns(c)), "pb", "cerebras", "pipedream-vertical"))
+def test_masters(case):
+    masters_are_those_of_push(case)
+
+
+def masters_are_those_of_push(case, **options):
+    """Bit for bit, with the loss in the pipeline there; half types round too much for another measure."""
+    options |= {"vectorize": True, "masters": True}
+    losses, pipe = [], build(case, net=model(torch.bfloat16), **options)
+    other = pipeline(model(torch.bfloat16), CASES[case](S), optimizer(case), **options)
+    for some in halved():
+        trained(pipe, some, losses)
+        for x, y in some:
+            assert torch.equal(other.push(x, y), losses[other.pushes - 1])
+    for one in (pipe, other):
+        assert "as one" in " ".join(one.vectorized.values())
+        one.drain()
+    assert all(map(torch.equal, pipe.model.parameters(), other.model.parameters()))
+    for one in (pipe, other):
+        one.close()
+
+
+def halved(*sizes):
+    return [[(x.bfloat16(), y.bfloat16()) for x, y in part] for part in cut(*sizes)]
+
+
+def test_masters_in_flushes():
+    """To torch's tolerance of bfloat16, but in flight, too."""
+    some, found = halved((5, 5, 5, 4, 3)), []
+    for vectorize in (True, False):
+        pipe = build("gpipe-4", vectorize, model(torch.bfloat16), masters=True)
+        for part in some[:3]:
+            trained(pipe, part)
+        after = build("gpipe-4", vectorize, model(torch.bfloat16), masters=True)
+        after.load_state_dict(pipe.state_dict())
+        found.append([trained(after, part) for part in some[3:]])
+        assert not vectorize or "as one" in " ".join(after.vectorized.values())
+    torch.testing.assert_close(*found, rtol=1.6e-2, atol=1e-3)
 
 
 @pytest.mark.parametrize("workers", [None, 2])

@@ -11,9 +11,9 @@ from torch import nn
 
 from pipeback import StageError
 from tests.helpers.choice import mostly_rare
-from tests.laws.as_one import S, model, same
+from tests.laws.as_one import S, model, same, turns
 from tests.laws.cases import CASES, STEADY
-from tests.laws.test_outside_ticks import build, cut, trained
+from tests.laws.test_outside_ticks import build, cut, masters_are_those_of_push, trained
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 APART = [case for case in STEADY if CASES[case](S).chunks == 1]  # no worker has several parts of the stages
@@ -41,6 +41,12 @@ def test_judged_where_they_leave(case, workers):
         pipe.close()
     same(*found)
     assert not [thread for thread in threads() if thread.name == "pipeback"]
+
+
+@pytest.mark.usefixtures("halves")
+@pytest.mark.parametrize("case", mostly_rare((case for case in APART if turns(case)), "cerebras"))
+def test_masters(case):
+    masters_are_those_of_push(case, workers=2)
 
 
 @pytest.mark.usefixtures("halves")

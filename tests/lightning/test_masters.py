@@ -7,8 +7,9 @@ import torch
 from torch.nn.functional import mse_loss
 
 import pipeback
-from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, OPTIMIZERS, STAGES, network
+from tests.helpers.choice import mostly_rare, rare
+from tests.laws.as_one import S, model
+from tests.laws.cases import CASES, OPTIMIZERS, STAGES, network, pipeline
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 from tests.lightning.test_resume import BATCHES, checkpoints, fit, saved
 
@@ -26,6 +27,21 @@ def test_fit_is_push(case):
         masters=True,
     )  # fmt: skip
     losses = [pipe.push(x.bfloat16(), y.bfloat16()) for _ in range(2) for x, y in loader()]
+    pipe.drain()
+    assert torch.equal(torch.stack(module.losses), torch.stack(losses))
+    assert torch.equal(weights(module.model), weights(pipe.model))
+
+
+@pytest.mark.parametrize("case", ["pb", rare("cerebras"), rare("pipedream")])
+def test_a_fit_of_stages_as_one_is_push(case):
+    module, some = Regression(model()), loader()
+    where = strategy(CASES[case](S), micro_batch_size=1, masters=True, vectorize=True)
+    trainer(where, precision="bf16-true").fit(module, some)
+    assert "as one" in " ".join(where.vectorized.values())
+    pipe = pipeline(model(torch.bfloat16), CASES[case](S), masters=True, vectorize=True)
+    losses = [
+        pipe.push(x, y) for _ in range(2) for batch in some for x, y in zip(*(t.bfloat16().split(1) for t in batch))
+    ]
     pipe.drain()
     assert torch.equal(torch.stack(module.losses), torch.stack(losses))
     assert torch.equal(weights(module.model), weights(pipe.model))
