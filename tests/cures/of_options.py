@@ -44,6 +44,24 @@ def measured(**options: Any) -> Callable[[], Any]:
     return do
 
 
+class Casting(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+def casting(inside: bool, **options: Any) -> Callable[[], Any]:
+    """Autocast around pushes, or inside the modules."""
+    kind = Casting if inside else nn.Linear
+    model = nn.Sequential(*(kind(6, 6) for _ in range(4)))
+
+    def do() -> None:
+        with torch.autocast("cpu", torch.bfloat16, enabled=not inside):
+            trains(model=model, **options)
+
+    return do
+
+
 def metrics(given: Any) -> Callable[[], Any]:
     return lambda: build().evaluate(BATCH, BATCH, metrics=given)
 
@@ -227,6 +245,12 @@ ROWS: dict[str, Row] = {
     "recording a stack": Row(
         measured(vectorize=True), "stages that run as one cannot be measured apart; build it with vectorize=False",
         measured(vectorize=False),
+    ),
+    "autocast around a stack": Row(
+        casting(inside=False, vectorize=True),
+        "autocast does not reach stages that run as one; enter it inside the modules, or build the pipeline with "
+        "vectorize=False",
+        lambda: [casting(inside=True, vectorize=True)(), casting(inside=False, vectorize=False)()],
     ),
     "graphs without a device": Row(
         lambda: build(debug=pipeback.Debug(), vectorize="cuda_graph"),

@@ -131,11 +131,33 @@ def test_what_does_not_go_together(options, message):
         pipeline(network(), "pb", **options)
 
 
+class Casting(Scaled):
+    """Computes in bfloat16 with weights in float32."""
+
+    def forward(self, x):
+        with torch.autocast("cpu", torch.bfloat16):
+            return super().forward(x).float()
+
+
+@pytest.mark.parametrize("case", ["pb", rare("cerebras"), rare("pipedream"), "gpipe-4", rare("pipemare")])
+def test_autocast_inside_the_modules(case):
+    """They round as in the event loop; and a constant is told apart, though it moves no more than rounding does."""
+    some = [(x.float(), y.float()) for x, y in doubles(40)]
+    build = partial(model, torch.float32, lambda: Casting(1.0))
+    wanted, found = (trained(case, some=some, build=build, vectorize=vectorize) for vectorize in (False, True))
+    assert any(told.startswith("as one") for told in found[0].vectorized.values())
+    torch.testing.assert_close(found[1:], wanted[1:], rtol=1.6e-2, atol=1.6e-2, check_dtype=False)
+    odd = build()
+    odd[3].by = 1.01
+    stack = trained(case, some=some[:1], build=lambda: odd, vectorize="auto")[0]._engine.stages[3].stack
+    assert stack is None or stack.alone
+
+
 def test_what_a_run_as_one_cannot_do():
     pipe = trained("pb", some=doubles(5), vectorize=True)[0]
     with pytest.raises(ValueError, match="record: stages that run as one cannot be measured apart"):
         pipe.record()
-    with torch.autocast("cpu"), pytest.raises(ValueError, match="vectorize: autocast does not reach stages"):
+    with torch.autocast("cpu"), pytest.raises(ValueError, match="autocast does not reach.*vectorize=False"):
         pipe.push(*doubles(1)[0])
     skewed = pipeline(network(), "pb", debug=pipeback.Debug(order="skewed"))
     with torch.autocast("cpu"), pytest.raises(ValueError, match='with order="skewed" a push leaves work to later'):

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -111,11 +112,11 @@ def resized_alike(graphs: Graphs, sizes: Sizes, weights: Sequence[Tensor], xs: S
             found_back = graphs.backward(*found[graphs.outputs :], *graphs.made(*mine), *back)
             return [*found[: graphs.outputs], *found_back[: every + len(xs)]]
 
-        wanted = both(graphs, slice(None))
+        wanted, rough = both(graphs, slice(None)), _rounds(*graphs[:3])
         for some in (slice(0, n - 1), slice(1, n), slice(n - 1, n)):
             found = both(sizes.at(some.stop - some.start)[0], some)
             for a, b in zip(found, wanted, strict=True):
-                if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b[some])):
+                if not _alike(a, None if b is None else b[some], rough):
                     raise Unfit("fewer of them compute something else")
 
 
@@ -136,10 +137,9 @@ def judged_alike(stage: Stage, graph: Graph, x: Any, target: Any) -> None:
         each = iter(torch.autograd.grad(loss, [*moving, *stage.params], allow_unused=True))
         wanted = [*(next(each) if v.requires_grad else None for v in inputs), *each]
     found = graph(*(p.detach() for p in stage.module.parameters()), *leaves(x), target)
+    rough = _rounds(graph)
     for a, b in zip(found, (loss, *wanted), strict=True):
-        if (a is None) != (b is None) and not (b is None and not a.any()):
-            raise Unfit("its graph computes something else")
-        if a is not None and b is not None and not _close(a, b):
+        if not (_alike(a, b, rough) or (b is None and not a.any())):
             raise Unfit("its graph computes something else")
 
 
@@ -152,6 +152,7 @@ def shared_alike(stage: Stage, graphs: Graphs, xs: Sequence[Tensor], *, whole: b
         ys, saved = found[: graphs.outputs], found[graphs.outputs :]
         gs = [example(y.shape, y.dtype, y.device) for y in ys]
         back = graphs.backward(*saved, *graphs.made(*weights), *(gs[n] for n in graphs.gives))
+    rough = _rounds(*graphs[:3])
     trained = [n for n, p in enumerate(stage.module.parameters()) if p.requires_grad]
     grads, gxs = [back[n] for n in trained], back[len(weights) :]
     sums: list[Any] = [None] * len(trained)
@@ -159,9 +160,9 @@ def shared_alike(stage: Stage, graphs: Graphs, xs: Sequence[Tensor], *, whole: b
         outs, wanted = _both(stage, stage.module, [x[n] for x in xs], [g[n] for g in gs], whole)
         mine = [None if gx is None else gx[n] for gx in gxs]
         own = wanted[: len(xs)] if stage.index else [None] * len(xs)  # nobody needs that of the first stage's input
-        _must_be_close([*(y[n] for y in ys), *(mine if stage.index else own)], [*outs, *own])
+        _must_be_close([*(y[n] for y in ys), *(mine if stage.index else own)], [*outs, *own], rough)
         sums = [g if total is None else total + g for total, g in zip(sums, wanted[len(xs) :], strict=True)]
-    _must_be_close(grads, sums)
+    _must_be_close(grads, sums, rough)
 
 
 @in_full_precision
@@ -172,21 +173,21 @@ def losses_alike(stage: Stage, graph: Graph, xs: Sequence[Tensor], target: Tenso
     with torch.no_grad():
         losses, *found = graph(*(p.detach() for p in stage.module.parameters()), *xs, target, seeds)
     sums: list[Any] = [None] * len(stage.params)
+    rough = _rounds(graph)
     for n in range(len(target)):
         with torch.enable_grad(), untouched(stage.module):
             inputs = [x[n].detach().clone().requires_grad_(floating(x.dtype)) for x in xs]
             loss = stage.loss(stage.module(packed([v.clone() for v in inputs], whole)), target[n])
             wanted = differentiated([loss], [seeds[n].to(loss.dtype)], [*inputs, *stage.params])
         mine = [None if gx is None else gx[n] for gx in found[: len(xs)]]
-        _must_be_close([losses[n], *mine], [loss, *wanted[: len(xs)]])
+        _must_be_close([losses[n], *mine], [loss, *wanted[: len(xs)]], rough)
         sums = [g if total is None else total + g for total, g in zip(sums, wanted[len(xs) :], strict=True)]
-    _must_be_close(found[len(xs) :], sums)
+    _must_be_close(found[len(xs) :], sums, rough)
 
 
-def _must_be_close(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> None:
-    for a, b in zip(found, wanted, strict=True):
-        if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b)):
-            raise Unfit("several micro-batches at once compute something else")
+def _must_be_close(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None], rough: bool) -> None:
+    if not all(_alike(a, b, rough) for a, b in zip(found, wanted, strict=True)):
+        raise Unfit("several micro-batches at once compute something else")
 
 
 def check_plain(stages: Sequence[Stage], x: Any) -> Traits:
@@ -241,7 +242,7 @@ def _prove(
     for m in trained:
         if grads[m] is None:  # an optimizer skips it, and would not skip zeros
             raise Unfit(f"their {names[m]} is not used, and gets no gradient")
-    whole = rings.kind.packed
+    whole, rough = rings.kind.packed, _rounds(*graphs[:3])
     for r, stage in enumerate(stages):
         mine_x, mine_g = row(xs, r, n), row(gs, r, n)
         outs, wanted = _both(stage, stage.module, mine_x, mine_g, whole)
@@ -252,7 +253,8 @@ def _prove(
             like = partial(_as, stages[-1].module, stage)
             one, other = own(), _computed(stage, like, scaled, mine_g, whole)
             # kernels that add in any order have other bits at every call
-            equal = _same if all(map(_same, one, other)) or all(map(_same, one, own())) else _near
+            bits = all(map(_same, one, other)) or all(map(_same, one, own()))
+            equal = _same if bits else partial(_near, rough=rough)
             if not all(map(equal, one, other)):
                 raise Unlike(f"{stage.label} computes something else than {stages[-1].label}")
         of_inputs = [None if gx is None else row([gx], r, n)[0] for gx in gxs]
@@ -260,7 +262,7 @@ def _prove(
             of_inputs = list(wanted[: len(xs)])
         mine_found = [*row(ys, r, n), *of_inputs, *row([grads[m] for m in trained], r, n)]
         for a, b in zip(mine_found, [*outs, *wanted], strict=True):
-            if (a is None) != (b is None) or (a is not None and b is not None and not _close(a, b)):
+            if not _alike(a, b, rough):
                 raise Unlike(f"{stage.label} computes something else than {stages[0].label}")
 
 
@@ -364,12 +366,23 @@ def _same(a: Tensor | None, b: Tensor | None) -> bool:
     return a is b or (a is not None and b is not None and torch.equal(a.nan_to_num(), b.nan_to_num()))
 
 
-def _near(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and _close(a.nan_to_num(), b.nan_to_num()))
+def _near(a: Tensor | None, b: Tensor | None, rough: bool) -> bool:
+    return _alike(None if a is None else a.nan_to_num(), None if b is None else b.nan_to_num(), rough)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _alike(a: Tensor | None, b: Tensor | None, rough: bool) -> bool:
+    """Whether two tensors are the same but for rounding, or there is neither. rough: something was in a half type."""
+    if a is None or b is None:
+        return a is b
     if not floating(b.dtype):
         return torch.equal(a, b)
     far = torch.linalg.vector_norm((a - b).double())
-    return bool(far <= CLOSE.get(a.dtype, ROUGH) * torch.linalg.vector_norm(b.double()) + 1e-12)
+    within = ROUGH if rough else CLOSE.get(a.dtype, ROUGH)
+    return bool(far <= within * torch.linalg.vector_norm(b.double()) + 1e-12)
+
+
+def _rounds(*graphs: Graph) -> bool:
+    """Whether these compute in a half type, as under autocast, of whatever type their outputs are."""
+    nodes = chain(*(graph.__self__.graph.nodes for graph in graphs if hasattr(graph, "__self__")))
+    values = (node.meta.get("val") for node in nodes)
+    return any(isinstance(v, Tensor) and floating(v.dtype) and v.dtype not in CLOSE for v in values)
