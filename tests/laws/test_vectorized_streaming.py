@@ -10,7 +10,7 @@ from torch.nn.functional import mse_loss
 import pipeback
 from pipeback.plan.forecast import fills
 from pipeback.streaming.store import HostStore
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.helpers.live_tensors import tensors_alive
 from tests.laws.as_one import S, doubles, model, same, trained
 from tests.laws.cases import CASES, OPTIMIZERS, SENSITIVE, STEADY, allowed, data, pipeline, weights
@@ -82,7 +82,7 @@ def test_steps_in_bases(case):
     assert any(told.startswith("as one") for told in pipe.vectorized.values())
 
 
-@pytest.mark.parametrize("options", [{"clip_norm": 0.1}, {"compile": {"backend": "aot_eager"}}], ids=str)
+@pytest.mark.parametrize("options", [{"clip_norm": 0.1}, rare({"compile": {"backend": "aot_eager"}})], ids=str)
 def test_with_other_options(options):
     agree("cerebras", 5, **options)
 

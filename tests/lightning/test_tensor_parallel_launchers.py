@@ -42,7 +42,7 @@ def torchrun(folder):
     elastic_launch(config, tensor_script.main)("auto", str(folder))
 
 
-@pytest.mark.parametrize("start", [rare(spawn), fork, torchrun])
+@pytest.mark.parametrize("start", [rare(spawn), fork, rare(torchrun)])
 def test_launchers(start, wanted, tmp_path, monkeypatch):
     if start is torchrun:
         fork_for_spawn(monkeypatch)

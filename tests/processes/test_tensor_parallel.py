@@ -50,7 +50,7 @@ def odd_cases(crew, cases, tensor, **options):
     ("tensor", "cases"),
     [
         (2, ["pb", "pipedream", "cerebras", "gpipe-4", "zb_v"]),
-        (4, ["pb", "spectrain"]),
+        rare(4, ["pb", "spectrain"]),
         rare(2, SPREAD),
         rare(4, SPREAD),
     ],
@@ -166,7 +166,7 @@ def refused(*arguments):
 
 @pytest.mark.parametrize("case", ["cerebras", *map(rare, ["pb", "pipemare", "pipedream", "ef"])])
 @pytest.mark.parametrize(
-    ("model", "flying"), [(perceptron, "device"), rare(separate, "device"), (separate, "recompute")]
+    ("model", "flying"), [(perceptron, "device"), rare(separate, "device"), rare(separate, "recompute")]
 )
 def test_micro_batches_in_flight_go_on_with_as_many_shards(crew, tmp_path, case, model, flying):
     """Their graphs hold what each rank has computed. The number of workers may be another; that of shards may not."""

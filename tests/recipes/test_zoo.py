@@ -93,12 +93,12 @@ def test_a_verdict_of_the_census_is_what_comes_of_what_is_said(script, verdict):
     assert f"passes that cutting takes: {told}" in counted
 
 
-def test_the_census_of_three_models(tmp_path):
-    names = ("CTRLLMHeadModel", "IBertForMaskedLM", "ResNetForImageClassification")
+def test_the_census_of_two_models(tmp_path):
+    names = ("CTRLLMHeadModel", "ResNetForImageClassification")
     done = pipeback("zoo", "--others", *names, cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "3 models: 3 ok, 0 refused with a cure, 0 failed; 100.0 % train exactly" in done.stdout
-    assert "passes that cutting takes: " in done.stdout and "at the median of 3 transformers models" in done.stdout
+    assert "2 models: 2 ok, 0 refused with a cure, 0 failed; 100.0 % train exactly" in done.stdout
+    assert "passes that cutting takes: " in done.stdout and "at the median of 2 transformers models" in done.stdout
 
 
 @pytest.mark.parametrize("name, verdict", [("lraspp_mobilenet_v3_large", "ok"), ("mvit_v2", "ok")])
