@@ -12,11 +12,11 @@ import torch
 from pipeback.lightning import PipelineStrategy
 from pipeback.recipes.benches.network import create, sgd
 from pipeback.recipes.benches.turns import one_thread, spread
-from pipeback.recipes.benches.under_lightning import COUNT, ONES, Clock, Dataset, run
+from pipeback.recipes.benches.under_lightning import COUNT, NARROW, ONES, TRANSFORMER, Clock, Dataset, run
 from pipeback.recipes.markdown import table
 
 BATCHES = 2 * COUNT
-CASES = 0, 2  # of `ONES`
+CASES = ONES.index(NARROW), ONES.index(TRANSFORMER)
 
 
 class Fit(NamedTuple):
