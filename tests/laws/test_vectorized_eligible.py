@@ -9,6 +9,7 @@ from torch.nn.functional import mse_loss
 
 import pipeback
 from pipeback import methods
+from pipeback.vectorized.making import verify
 from pipeback.vectorized.stacks import whole_cost
 from pipeback.vectorized.stacks.stack import Stack
 from tests.helpers.choice import diagonal, mostly_rare, rare
@@ -151,6 +152,19 @@ def test_autocast_inside_the_modules(case):
     odd[3].by = 1.01
     stack = trained(case, some=some[:1], build=lambda: odd, vectorize="auto")[0]._engine.stages[3].stack
     assert stack is None or stack.alone
+
+
+class Waves(Scaled):
+    def forward(self, x):
+        return torch.fft.irfft(torch.fft.rfft(super().forward(x)), n=6)
+
+
+@pytest.mark.parametrize(("kind", "rough"), [(Scaled, False), (Waves, False), (Casting, True)])
+def test_only_half_types_are_compared_roughly(kind, rough, monkeypatch):
+    monkeypatch.setattr(verify, "ROUGH", -1.0)  # nothing is as close as that
+    some = [(x.float(), y.float()) for x, y in doubles(1)]
+    pipe = trained("pb", some=some, build=partial(model, torch.float32, lambda: kind(1.0)), vectorize="auto")[0]
+    assert all(stage.stack is None for stage in pipe._engine.stages[1:-1]) == rough
 
 
 def test_what_a_run_as_one_cannot_do():

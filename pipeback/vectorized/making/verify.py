@@ -385,4 +385,4 @@ def _rounds(*graphs: Graph) -> bool:
     """Whether these compute in a half type, as under autocast, of whatever type their outputs are."""
     nodes = chain(*(graph.__self__.graph.nodes for graph in graphs if hasattr(graph, "__self__")))
     values = (node.meta.get("val") for node in nodes)
-    return any(isinstance(v, Tensor) and floating(v.dtype) and v.dtype not in CLOSE for v in values)
+    return any(isinstance(v, Tensor) and v.is_floating_point() and v.itemsize < 4 for v in values)
