@@ -1,7 +1,7 @@
 """Ahead: runs the stages ahead of `training_step`, which waits for the output of the model meanwhile.
 
-    with a store      F of all slices of a batch, then the rest of each: every stage comes to the device once for all
     stages as one     in ticks: a slice goes on when it leaves the last stage, whose B has its gradient in the same tick
+    with a store      else, F of all slices of a flush, then the rest of each: a stage comes to the device once for all
 
 F and B are the forward and the backward of a micro-batch, here a slice, at a stage.
 """
@@ -57,9 +57,9 @@ class StagesAhead:
 
     def may_run(self, count: int, expected: int) -> bool:
         """Whether the stages may have so many slices before B of the first. expected: those of an update."""
-        if self.fit.store is not None:
-            return self.fit.at_once(count, expected)
-        return bool(self.fit.vectorize) and self._as_one is not False
+        if self.fit.vectorize and self._as_one is not False:
+            return True
+        return self.fit.store is not None and self.fit.at_once(count, expected)
 
     def run(self, cut: list[Slice], step: Step, one: Step, log: micro_batches.Log, expected: int) -> Any:
         """Run `training_step`s, and B of all slices but the last in ticks; the loss is the mean over the batch.
@@ -71,8 +71,10 @@ class StagesAhead:
         try:
             with slices.heard():
                 slices.begin(0)
-                ticks = fit.store is None and self._ticks(slices, expected)
-                apart = fit.store is None and not ticks
+                ticks = self._ticks(slices, expected)
+                if ticks and fit.pipe is not None and not fit.pipe.together(len(cut), expected=expected):
+                    slices.run_ahead()
+                apart = not ticks and (fit.store is None or not fit.at_once(len(cut), expected))
                 for n in range(0 if apart else len(cut)):
                     slices.begin(n)
             if apart:
@@ -86,14 +88,14 @@ class StagesAhead:
         self._threads.end()
 
     def _ticks(self, slices: SuspendedSlices, expected: int) -> bool:
-        if self._as_one is None:
+        if self._as_one is None and self.fit.vectorize:
             fit, xs = self.fit, slices.asked * len(slices.cut)
             with slices.modes.applied():
                 fit.prepare(xs[0])
                 assert fit.pipe is not None
                 with fit.at_work():
                     self._as_one = fit.pipe.runs_ticks(xs, expected=expected)
-        return self._as_one
+        return bool(self._as_one)
 
     def _by_stages(self, slices: SuspendedSlices, expected: int) -> Any:
         with slices.modes.applied():

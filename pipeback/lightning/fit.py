@@ -314,6 +314,17 @@ class Fit:
             self._output, self._outputs = None, []
             self.rank.forget(self.pipe)
 
+    def leave_off(self) -> None:
+        """Drop a micro-batch whose backward was skipped; where stages as one have gone on behind it, all that is in
+        flight is lost, and the pipeline is closed.
+        """
+        try:
+            self._fall()
+        except RuntimeError:
+            if self.rank.several or self.pipe is None:
+                raise
+            self.pipe.close()
+
     def clip(self, norm: float | None, value: float | None) -> None:
         """Set the limits of the gradient of every stage, from the updates that are due now on."""
         if self.pipe is not None and self.rank.clips(norm, value):
@@ -345,12 +356,11 @@ class Fit:
     @contextmanager
     def quiet(self) -> Iterator[None]:
         """Wait until all work that may be done is done; a micro-batch whose backward was skipped is dropped."""
-        if self.pipe is None or self.pipe.closed:
-            yield
-            return
-        self._fall()
-        with self.at_work():
-            self.pipe.wait()
+        if self.pipe is not None and not self.pipe.closed:
+            self.leave_off()
+        if self.pipe is not None and not self.pipe.closed:
+            with self.at_work():
+                self.pipe.wait()
         yield
 
     def drain(self) -> None:

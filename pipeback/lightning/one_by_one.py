@@ -17,6 +17,8 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.stages.activations import recomputes
+from pipeback.streaming import disk_store
+from pipeback.streaming.store import HostStore
 
 # hooks between the forward of a batch and its update
 AMID = (
@@ -65,12 +67,13 @@ def _reason(
         return f"CUDA graphs are of one device, and this fit has {ranks}; use vectorize=True"
     for name, value, plain in (
         ("tensor_parallel", options.tensor.size, 1),
-        ("store", options.store, None),
         ("activations", options.activations, options.activations if recomputes(options.activations) else "device"),
         ("order", options.debug.order, "grouped"),
     ):
         if value != plain:
             return f"{name}={value!r} does not go with stages as one; use {name}={plain!r}"
+    if (reason := _of_store(options, ranks)) is not None:
+        return reason
     if found.step is not None:
         return (
             'training_step itself is followed (module="self"); write one nn.Module whose forward calls all layers, and '
@@ -80,6 +83,18 @@ def _reason(
         return f'autocast (precision="{plugin.precision}") does not reach stages that run as one; use "bf16-true"'
     hook = next(_looking(trainer, module), None)
     return None if hook is None else f"{hook} may look at gradients or weights amid a step; leave that hook out"
+
+
+def _of_store(options: StrategyOptions, ranks: int) -> str | None:
+    """Return why weights that lie where the options say do not go with stages as one; None if they do."""
+    if options.streaming.sparsity is not None:
+        return "sparse weights do not go with stages as one; leave sparsity= out"
+    if not isinstance(disk_store.create(options.store), HostStore | None):
+        return f'store={options.store!r} does not go with stages as one; use store="host"'
+    if options.store is not None and (options.threads is not None or ranks > 1):
+        beside = f"workers={options.threads}" if options.threads is not None else f"{ranks} devices"
+        return f"store={options.store!r} with {beside} does not go with stages as one; use store=None"
+    return None
 
 
 def _looking(trainer: Trainer, module: LightningModule) -> Iterator[str]:

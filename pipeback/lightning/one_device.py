@@ -127,6 +127,7 @@ class OneDevice:
         fit = state.fit
         if fit.pipe is None or fit.store is None or state.left:
             return
+        fit.leave_off()
         on_disk = isinstance(fit.store, DiskStore)
         if on_disk and self._absent:
             state.left = not state.lost

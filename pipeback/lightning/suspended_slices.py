@@ -21,6 +21,12 @@ from pipeback.lightning.suspended_step import CallThreads, Suspended, TorchModes
 Slice = tuple[Any, int]  # and its samples
 
 
+_LOOKS = (
+    "training_step calls self.{name} without gradients, but where stages run as one, its weights are by then those of "
+    "other micro-batches; use PipelineStrategy(vectorize=False)"
+)
+
+
 class _Asked(NamedTuple):
     """A suspended `training_step` waits for F of this micro-batch."""
 
@@ -43,6 +49,7 @@ class SuspendedSlices:
         self.calls = [Suspended(partial(step, batch), threads, modes) for batch, _ in cut]
         self._entered: set[int] = set()  # those that have called the model
         self._running = 0
+        self._ahead = self._looked = False
         self._original = found.module.forward
 
     @property
@@ -61,6 +68,18 @@ class SuspendedSlices:
         self._original = self.found.module.forward  # another one once the stages have the weights
         with call_instead(self.found.module, self._forward):
             yield
+
+    def run_ahead(self) -> None:
+        """Note that stages make updates of later slices before a slice goes on. Raises ValueError where a
+        `training_step` looks at the weights.
+        """
+        self._ahead = True
+        self._look(self._looked)
+
+    def _look(self, looked: bool) -> None:
+        self._looked |= looked
+        if self._looked and self._ahead:
+            raise ValueError(_LOOKS.format(name=self.found.name))
 
     def begin(self, n: int) -> None:
         """Run a slice up to its call of the model. Raises ValueError if it comes to its end without one."""
@@ -85,6 +104,7 @@ class SuspendedSlices:
         """Stand in for the forward of the model."""
         n = self._running
         if not torch.is_grad_enabled():
+            self._look(True)
             return self.calls[n].ask(partial(self._original, *inputs, **named))  # in the caller's thread
         step_checks.check_call(self.found, inputs, named, again=n in self._entered)
         self._entered.add(n)

@@ -142,7 +142,6 @@ class PipelineOptions(NamedTuple):
             among = [one for one in among if one[0] != "store"]
             check_goes_with(f"vectorize={self.vectorize!r} with a store", ", or vectorize=False", [
                 workers, copies, ("ranks", ranks, 1, "ranks=1"),
-                ("loss", "given" if self.loss is not None else None, "given", "a loss, and push"),
                 ("vectorize", self.vectorize if self.vectorize == "cuda_graph" else True, True, "vectorize=True"),
             ])  # fmt: skip
         elif self.vectorize and isinstance(store, DiskStore):

@@ -16,7 +16,7 @@ from pipeback.errors import StoreError
 from pipeback.pipeline.build import Built
 from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.grad_modes import recording
-from pipeback.pipeline.outside_loss import Ahead
+from pipeback.runtime.gone_ahead import Ahead
 from pipeback.runtime.loop import Messages
 from pipeback.stages.joint_optimizer import Options, plain_groups
 from pipeback.stages.stage import Stage

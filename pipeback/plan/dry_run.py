@@ -19,7 +19,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
-from pipeback.runtime.loop import Loop
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
 from pipeback.streaming.fetch_policy import Brings, Choice, FetchPolicy, brings, units_ahead
@@ -113,13 +112,14 @@ class DryWorker:
     """The worker of `stages`, which streams them with `prefetch`; None: all weights stay on the device.
 
     choose: returns the weights that the method chooses for an operation. hooks: whether the method is asked before F
-    and B. A `Loop` calls `run`, `placed`, `look`, `settle`, `outside` and `residence`.
+    and B. A `Loop` calls `run`, `placed`, `look`, `settle`, `land`, `outside` and `residence`.
     """
 
     samples = joins = False
     outside = ()  # there is no state that anybody could change
     executor = None  # operations take time, but nothing is computed
     placed_by = None
+    early: tuple[int, int] | None = None  # the forward that was done before its turn
 
     def __init__(
         self,
@@ -153,7 +153,7 @@ class DryWorker:
         self.most = Room()  # what was there when it was fullest
         self.peak_weights = 0
         self.host_gradients = self._spilled = 0  # in host memory, at most and for now
-        self._last = max(self.stages)
+        self.last = max(self.stages)
         self._updates: dict[int, float] = {}  # when the last of each stage is done
         self._queued = deque[int](maxlen=self.prefetch + 1)  # gradients of updates that may be under way
         self._fetching = self._updating = 0.0  # when each lane is free
@@ -198,6 +198,9 @@ class DryWorker:
     def settle(self) -> None:
         """Do nothing: there are no replicas to wait for."""
 
+    def land(self) -> None:
+        """Do nothing: every operation is counted where it is done."""
+
     def rest(self) -> None:
         """Finish all updates and put all weights into the store, as when the pipeline quiesces."""
         begin = self.now
@@ -211,7 +214,7 @@ class DryWorker:
     def _forward(self, s: int, i: int, brought: _Fetch) -> None:
         place = self.stages[s]
         entry = self.entries[i] if self.needs_entry else 0
-        if s == self._last:
+        if s == self.last:
             self.entries.pop(i, None)
             self.options.pop(i, None)
         place.flights[i] = _Flight(*brought.of.get(s, (place.version, False)), entry)
@@ -370,8 +373,3 @@ class _Nowhere:
 
 def _copied(value: Any) -> Any:
     return list(value) if isinstance(value, list) else value
-
-
-def drive(loop: Loop, pushed: int) -> None:
-    """Push so many micro-batches through the loop."""
-    loop.push([(None, None, 1)] * pushed, None)  # type: ignore[arg-type]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import ceil, gcd
 from typing import NamedTuple
 
-from pipeback.plan.dry_run import DryWorker, Room, drive
+from pipeback.plan import drive
+from pipeback.plan.dry_run import DryWorker, Room
 from pipeback.plan.survey import PlanInputs, loops, period
 from pipeback.runtime.loop import Loop
 from pipeback.schedules.timeline import in_flight
@@ -62,10 +63,11 @@ def foresee(facts: PlanInputs, micro_batches: int, pushes: int | None = None, pr
     commits = 0
     for loop, dry in loops(facts, ahead):
         arrived = 0
+        outside = drive.Outside(loop, ticks=bool(facts.stacks)) if facts.outside else None
 
-        def one(loop: Loop = loop, dry: DryWorker = dry) -> None:
+        def one(loop: Loop = loop, dry: DryWorker = dry, outside: drive.Outside | None = outside) -> None:
             nonlocal arrived, commits
-            drive(loop, micro_batches)
+            outside.step(micro_batches) if outside is not None else drive.push(loop, micro_batches)
             arrived += micro_batches
             flushed = loop.fresh or loop.order.empty
             if facts.kind == "disk" and due(facts.method, facts.commit_every, arrived, flushed):

@@ -73,6 +73,7 @@ class PlanInputs(NamedTuple):
     device_room: int | None  # bytes that an accelerator has
     bandwidth: Bandwidth
     stacks: Sequence[Sequence[int]] = ()  # the stages that run as one, if weights come from a store
+    outside: bool = False  # whether the loss is computed outside
     assumed: str = ""  # the device that is not here for which the seconds are; "": they are of this machine
 
 
@@ -105,7 +106,7 @@ def survey(holding: HeldStages, setting: Setting, samples: int, *, timed: bool =
         "device" if not moves else "host" if folder is None else "disk",
         store.prefetch if moves and store is not None else None, setting.order,
         store.commit_every if isinstance(store, DiskStore) else None, *budgets, said(store), _room(device), speeds,
-        [stack.numbers for stack in setting.stacks] if moves else (),
+        [stack.numbers for stack in setting.stacks] if moves else (), outside,
     )  # fmt: skip
 
 

@@ -259,7 +259,7 @@ class Loop:
         self.awaited = True
         self._look()
         waves, self._waves = self._waves, iter(())
-        self.worker.run(waves if self.fresh else chain(waves, self.order.rest()))
+        self.worker.run(self._undone(waves if self.fresh else chain(waves, self.order.rest())))
         self.worker.settle()
         self._remember()
 
@@ -268,9 +268,13 @@ class Loop:
         self.awaited = True
         self._look()
         if not self.fresh:
-            self.worker.run(self.order.rest(done))
+            self.worker.run(self._undone(self.order.rest(done)))
             self.worker.settle()
         self._remember()
+
+    def _undone(self, waves: Iterator[Wave]) -> Iterator[Wave]:
+        """Leave out the forward that was done before its turn, if there is one."""
+        return waves if self.worker.early is None else _without(self.worker, waves)
 
     def rest(self) -> None:
         """Do every operation that may run, and wait for operations that run elsewhere."""
@@ -358,6 +362,14 @@ class Loop:
         worker.sizes = {int(i): n for i, n in saved["sizes"].items()}
         worker.link.box.update({name: m for name, m in messages.items() if name[1] in worker.stages})
         worker.executor.take_up()
+
+
+def _without(worker: Worker, waves: Iterator[Wave]) -> Iterator[Wave]:
+    for kind, ops in waves:
+        if worker.early is not None and kind == "F" and worker.early in ops:
+            ops, worker.early = [op for op in ops if op != worker.early], None
+        if ops:
+            yield Wave(kind, ops)
 
 
 def _downstream_first(wave: Wave) -> int:

@@ -20,6 +20,7 @@ import torch
 from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.runners import FEW, Answer, EventLoop, Read
 from pipeback.schedules.flushes import in_flushes
+from pipeback.schedules.order import Wave
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 
@@ -46,10 +47,10 @@ class LoopTicks:
         if self._flushed() or (len(worker.stages) == worker.count and self._in_turn()):
             return
         worker.run(order.advance(self.mbs.stop, order.at_last))
-        worker.executor.land()
+        worker.land()
         if self.ends:
             early = worker.last, self.mbs[-1]
-            worker.forward([early])
+            worker.run([Wave("F", [early])])
             worker.early = early
 
     def backward(self, gradient: Value) -> None:
@@ -81,7 +82,7 @@ class LoopTicks:
         return whether that was done.
         """
         loop, order, mbs = self.loop, self.loop.order, self.mbs
-        order.in_turn = len(mbs) <= FEW
+        order.in_turn = len(mbs) <= FEW and loop.worker.residence.joins  # weights in a store would come for each
         if not order.in_turn:
             return False
         if len(mbs) > 1:

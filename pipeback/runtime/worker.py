@@ -100,6 +100,10 @@ class Worker:
         """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
         self.executor.look()
 
+    def land(self) -> None:
+        """Let the stages know of whole ticks that were done."""
+        self.executor.land()
+
     def placed(self, s: int, value: Any) -> Any:
         """Return an input or a target that comes in for stage s: if stages run as one, on its device; else the stage
         brings it there.
@@ -172,10 +176,6 @@ class Worker:
 
     def forward(self, ops: Ops) -> None:
         """Do F of each (stage, micro-batch), in the order given."""
-        if self.early in ops:
-            ops, self.early = [op for op in ops if op != self.early], None
-            if not ops:
-                return
         stages, residence = self.stages, self.residence
         if self.watch is not None:
             self.watch.before_forward(ops)

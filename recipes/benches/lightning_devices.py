@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 
+from pipeback import HostStore
 from pipeback.lightning import PipelineStrategy
 from pipeback.recipes.benches.network import create, sgd
 from pipeback.recipes.benches.turns import one_thread, spread
@@ -20,12 +21,13 @@ CASES = ONES.index(NARROW), ONES.index(TRANSFORMER)
 
 
 class Fit(NamedTuple):
-    """How a fit is done. workers: threads that share the stages of a device."""
+    """How a fit is done. workers: threads that share the stages of a device. ahead: the `prefetch` of a host store."""
 
     words: str
     devices: int = 1
     workers: int | None = None
     vectorize: bool | str = False
+    ahead: int | None = None
 
 
 FITS = (
@@ -74,8 +76,9 @@ def seconds(number: int, fit: Fit) -> float:
     clock, case = Clock(), ONES[number]
     batches = torch.utils.data.DataLoader(Dataset(BATCHES, number), batch_size=None)
     where = PipelineStrategy(
-        create("pb", case.stages), micro_batch_size=1, vectorize=fit.vectorize, workers=fit.workers, plan=False
-    )
+        create("pb", case.stages), micro_batch_size=1, vectorize=fit.vectorize, workers=fit.workers, plan=False,
+        store=None if fit.ahead is None else HostStore(prefetch=fit.ahead),
+    )  # fmt: skip
     with one_thread():
         run(Module(number), batches, where, [clock], fit.devices)
     return clock.per_batch()

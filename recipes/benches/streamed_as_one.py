@@ -1,4 +1,5 @@
-"""Stages that are alike and come from host memory: run one by one, and as one, as many as half of `prefetch + 1`.
+"""Stages that are alike and come from host memory: run one by one, and as one, as many as half of `prefetch + 1`,
+by pushes and under Lightning.
 
 The weights stay on the device in the first row, with which all others are compared.
 """
@@ -12,7 +13,10 @@ from functools import partial
 from typing import Any
 
 import pipeback
+from pipeback.recipes.benches import lightning_devices
+from pipeback.recipes.benches.lightning_devices import Fit
 from pipeback.recipes.benches.turns import interleaved, spread
+from pipeback.recipes.benches.under_lightning import ONES
 from pipeback.recipes.benches.vectorized import CASES, Case, data, pipeline, pushed
 from pipeback.recipes.markdown import table
 
@@ -21,7 +25,28 @@ METHODS = ("pb", "cerebras")
 
 
 def main(repeats: int, cases: Iterable[Case] = CASES[:3], ahead: Iterable[int] = AHEAD) -> None:
-    print("\nStages that come from host memory, over those whose weights stay, all in one thread:")
+    pushes(repeats, cases, ahead)
+    fits(repeats, lightning_devices.CASES, ahead)
+
+
+def fits(repeats: int, numbers: Iterable[int], ahead: Iterable[int]) -> None:
+    """Fits with `pb` of these networks under Lightning."""
+    every = [Fit("resident"), Fit("resident, as one", vectorize=True)]
+    for n in ahead:
+        every += [Fit(f"host, `prefetch={n}`", ahead=n), Fit(f"host, `prefetch={n}`, as one", vectorize=True, ahead=n)]
+    columns = []
+    for number in numbers:
+        turns = [[lightning_devices.seconds(number, fit) for fit in every] for _ in range(repeats)]
+        first, *_ = some = list(zip(*turns, strict=True))
+        columns.append([spread([a / b for a, b in zip(first, each, strict=True)]) for each in some])
+    print("\nThe same under Lightning, with `pb` and batches of 64 micro-batches of one sample:\n")
+    rows = [[fit.words, *cells] for fit, *cells in zip(every, *columns, strict=True)]
+    print(table(["samples per second, of resident", *(ONES[number].words for number in numbers)], rows), flush=True)
+
+
+def pushes(repeats: int, cases: Iterable[Case], ahead: Iterable[int]) -> None:
+    """Pushes, by method."""
+    print("Stages that come from host memory, over those whose weights stay, all in one thread:")
     for case in cases:
         with contenders(case, tuple(ahead)) as runs:
             seconds = interleaved(runs, repeats)

@@ -12,7 +12,6 @@ from torch import nn
 
 import pipeback
 from pipeback import schedules, sparsities
-from pipeback.recipes.benches import streamed_as_one
 from pipeback.recipes.benches.turns import spread
 from pipeback.recipes.markdown import table
 from pipeback.schedules.order import Order
@@ -38,7 +37,6 @@ def main(repeats: int) -> None:
             rows += compare(method, stores, repeats)
     print(table(["", "ms per resident stage", "samples/s, of resident", "waiting"], rows), flush=True)
     print("\n" + table(["", "measured"], [*sparse(), *skipped(repeats), *visits()]))
-    streamed_as_one.main(repeats)
 
 
 def pipeline(method: str, store: Any, **options: Any) -> pipeback.Pipeline:

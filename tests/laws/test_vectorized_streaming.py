@@ -93,6 +93,68 @@ def test_several_micro_batches_per_update():
     assert pipe.traffic().sums_in
 
 
+# -- a loss that is computed outside -----------------------------------------------------------------------------------
+
+
+def outside(case, vectorize, ahead=5, optimizer=None):
+    optimizer = optimizer or next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
+    return pipeback.Pipeline(
+        model(), loss=None, optimizer=OPTIMIZERS[optimizer], method=CASES[case](S), store=store(ahead),
+        vectorize=vectorize,
+    )  # fmt: skip
+
+
+def through(pipe, some, sizes=(8, 3, 1, 8, 5, 2)):
+    """Train on micro-batches, of which so many go forward together; return the losses."""
+    losses = []
+    for size in sizes:
+        xs, ys = zip(*(some.pop(0) for _ in range(size)), strict=True)
+
+        def judge(n, output, ys=ys):
+            loss = mse_loss(output, ys[n])
+            losses.append(loss.detach())
+            loss.backward()
+            return output.grad
+
+        (output,) = pipe.forward_many(xs, expected=size, judge=judge)
+        pipe.backward(judge(size - 1, output))
+        pipe.step()
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize(
+    ("case", "ahead"),
+    mostly_rare(
+        [(case, ahead) for case in STREAMED for ahead in (0, 5, 9)],
+        *((case, (5, 9)[n % 2]) for n, case in enumerate(USUAL)), ("pb", 0),
+    ),
+)  # fmt: skip
+def test_the_loss_is_computed_outside(case, ahead):
+    """Also where the newest micro-batch came to the last stage before its turn."""
+    found = []
+    for vectorize in (True, False):
+        pipe = outside(case, vectorize, ahead)
+        losses = through(pipe, doubles(27))
+        told = " ".join(pipe.vectorized.values())
+        pipe.drain()
+        found.append([losses, weights(pipe)])
+        assert pipe.traffic().peak_stages <= ahead + 1
+        assert not vectorize or ("as one" if ahead > 2 else "as a graph") in told
+    same(*found)
+
+
+@pytest.mark.parametrize(
+    ("case", "saved"), mostly_rare([(c, s) for c in STREAMED for s in (True, False)], ("pb", False), ("cerebras", True))
+)
+def test_a_state_in_flight_whose_loss_is_outside_goes_on(case, saved):
+    """Saved by stages that run as one, or by the event loop."""
+    some = doubles(22)
+    before, after = outside(case, saved), outside(case, True)
+    through(before, some, (5, 5, 5))
+    after.load_state_dict(before.state_dict())
+    same(*([through(pipe, list(some), (4, 3)), weights(pipe)] for pipe in (after, before)))
+
+
 # -- what is moved and held --------------------------------------------------------------------------------------------
 
 

@@ -191,15 +191,24 @@ def test_a_traced_model(case):
     class Tracing(Seeing):
         def training_step(self, batch, batch_idx):
             x, y = batch
-            with torch.no_grad():
-                before = self.model(x, scale=2.0)["output"]
-            output = self.model(x, scale=2.0)["output"]
-            assert before.shape == output.shape
-            loss = mse_loss(output, y)
+            loss = mse_loss(self.model(x, scale=2.0)["output"], y)
             self.losses.append(loss.detach())
             return loss
 
     alike(case, kind=lambda: Tracing(Called), where={"stages": [f"body.{n}" for n in range(1, S)]})
+
+
+def test_a_call_without_gradients_within_a_flush():
+    """No update lies between the slices of a batch, so that it sees the weights of its time."""
+
+    class Looking(Seeing):
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                self.losses.append(self.model(batch[0]).sum())
+            return super().training_step(batch, batch_idx)
+
+    found, wanted = (fitted("gpipe", vectorize, kind=Looking)[0] for vectorize in (True, False))
+    same(sorted(found.losses), sorted(wanted.losses))
 
 
 @pytest.mark.parametrize(
@@ -296,7 +305,6 @@ def test_a_callback_amid_a_step():
 @pytest.mark.parametrize(
     ("options", "more", "told"),
     [
-        ({"store": "host"}, {}, "store='host' does not go with stages as one; use store=None"),
         ({"activations": "host"}, {}, "activations='host' does not go with stages as one; use activations='device'"),
         ({"module": "self"}, {}, "training_step itself is followed"),
         ({}, {"precision": "bf16-mixed"}, 'autocast .* does not reach stages that run as one; use "bf16-true"'),

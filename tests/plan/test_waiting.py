@@ -1,7 +1,8 @@
 """How long training will wait for weights, by hand."""
 
 from pipeback import methods
-from pipeback.plan.dry_run import DryWorker, Load, Room, drive
+from pipeback.plan import drive
+from pipeback.plan.dry_run import DryWorker, Load, Room
 from pipeback.plan.forecast import foresee
 from pipeback.plan.survey import survey
 from pipeback.plan.training_plan import plan
@@ -22,7 +23,7 @@ def run_dry(prefetch, pushes, count=1, method=None, rest=True, **load):
     order = Order(method.schedule, 2, policy="streaming", near=max(1, prefetch))
     loop = Loop(dry, order, method, at_once=True)
     for _ in range(pushes):
-        drive(loop, count)
+        drive.push(loop, count)
     if rest:
         dry.rest()
     return dry

@@ -22,6 +22,7 @@ from pipeback.recipes.benches import (
     contenders,
     deep,
     event_loop,
+    lightning_devices,
     processes,
     push_length,
     pushes,
@@ -278,7 +279,7 @@ def test_what_is_compared_under_lightning_trains_turn_by_turn():
 
 
 def test_stages_of_a_store_run_as_one_or_one_by_one(capsys):
-    streamed_as_one.main(1, [vectorized.Case("tiny", Linear, 6, (1, 8), 4)], ahead=[3])
+    streamed_as_one.pushes(1, [vectorized.Case("tiny", Linear, 6, (1, 8), 4)], ahead=[3])
     head, _, *rows = cells(capsys.readouterr().out)
     assert head == ["tiny", "ms/micro-batch", "of resident"]
     assert [row[0] for row in rows][:3] == [
@@ -289,6 +290,23 @@ def test_stages_of_a_store_run_as_one_or_one_by_one(capsys):
     assert (
         len(rows) == 6 and all(float(row[1]) > 0 for row in rows) and rows[0][2] == rows[3][2] == "1.00 (1.00 … 1.00)"
     )
+
+
+def test_fits_whose_stages_come_from_a_store(capsys, monkeypatch):
+    tiny = under_lightning.NARROW._replace(build=partial(network, 5), stages=5)
+    for where in (under_lightning, lightning_devices, streamed_as_one):
+        monkeypatch.setattr(where, "ONES", (tiny,))
+    monkeypatch.setattr(under_lightning, "COUNT", 1)
+    monkeypatch.setattr(lightning_devices, "BATCHES", 3)
+    streamed_as_one.fits(1, [0], ahead=[3])
+    _, _, *rows = cells(capsys.readouterr().out)
+    assert [row[0] for row in rows] == [
+        "resident",
+        "resident, as one",
+        "host, `prefetch=3`",
+        "host, `prefetch=3`, as one",
+    ]
+    assert rows[0][1] == "1.00 (1.00 … 1.00)"
 
 
 def test_a_tree_that_is_none(tmp_path):
