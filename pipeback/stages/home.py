@@ -123,6 +123,7 @@ class Repetition(Protocol):
 class JoinedMemory(Protocol):
     """The memory in which the weights of several stages lie one after the other (`joined_homes`)."""
 
+    count: int
     rows: list[Tensor]
 
     def bring(self) -> int: ...

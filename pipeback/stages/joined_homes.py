@@ -30,6 +30,7 @@ class JoinedHomes:
             flats.append(stage.home.flat)
             slots.append(stage.home.slot)
         count, memory = len(stages), flats[0].memory
+        self.count = count
         likes = [view for flat in flats for view in flat.views]
         self.home = FlatBuffer.like(likes, memory.device, pinned=memory.is_pinned())
         self.place = FlatBuffer.like(likes, slots[0].device)

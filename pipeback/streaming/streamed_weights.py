@@ -30,6 +30,7 @@ from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
 from pipeback.stages.device_slot import DeviceSlot
 from pipeback.stages.gradients import GradientSums
+from pipeback.stages.joined_homes import JoinedHomes
 from pipeback.stages.stage import Stage
 from pipeback.streaming.cuda_copies import CudaCopies
 from pipeback.streaming.fetch_policy import FetchPolicy, asks, brings, choice_of, units_ahead
@@ -75,8 +76,16 @@ class StreamedWeights:
         self._group()
 
     def _group(self) -> None:
-        """Find out which stages run as one; none may be on the device."""
+        """Find out which stages run as one; none may be on the device.
+
+        A stage that no longer does gets memory of its own, once no graph in flight refers to shared memory.
+        """
         stages = self.stages.values()
+        for stage in stages:
+            joined = stage.home.joined
+            if stage.stack is None and joined is not None and joined.count > 1 and not stage.flights:
+                self._updates.wait(stage.index)
+                JoinedHomes([stage])
         some = [[stage] if stage.stack is None else list(stage.stack.stages) for stage in stages]
         self._units = {unit[0].index: unit for unit in some}
         self._unit_of = {stage.index: first for first, unit in self._units.items() for stage in unit}
@@ -271,7 +280,7 @@ class StreamedWeights:
         """Copy the newest weights of those that lack them, of a whole unit by one copy."""
         lacking = [(stage, version) for stage, version in stages if self._slot(stage.index).content != version]
         joined = stages[0][0].home.joined
-        if joined is not None and len(lacking) == len(self._units[self._unit_of[stages[0][0].index]]):
+        if joined is not None and len(lacking) == joined.count:
             sent = joined.bring()
             for stage, version in lacking:
                 self._slot(stage.index).content = version

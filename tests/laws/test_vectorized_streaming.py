@@ -10,6 +10,7 @@ from torch.nn.functional import mse_loss
 import pipeback
 from pipeback.plan.forecast import fills
 from pipeback.streaming.store import HostStore
+from pipeback.vectorized.stacks import whole_cost
 from tests.helpers.choice import mostly_rare, rare
 from tests.helpers.live_tensors import tensors_alive
 from tests.laws.as_one import S, doubles, model, same, trained
@@ -279,6 +280,26 @@ def test_a_state_of_the_event_loop_goes_on_as_one_and_back(case):
         for x, y in some[25:]:
             each.push(x, y)
     same([weights(loop)], [weights(plain)])
+
+
+@pytest.mark.parametrize("case", ["pb", rare("pipedream"), rare("cerebras")])
+def test_a_state_in_flight_where_stages_turn_out_to_run_one_by_one(case, monkeypatch):
+    """Its graphs refer to the memory that stages share which might have run as one; later each has its own."""
+    monkeypatch.setattr(whole_cost, "gain", lambda stack, under, whole: 0.5)
+    some = doubles(30)
+    plain, pipe = (pipeline(model(), CASES[case](S), store=store(5), vectorize=on) for on in (False, "auto"))
+    for x, y in some[:11]:
+        plain.push(x, y)
+    pipe.load_state_dict(plain.state_dict())
+    for each in (plain, pipe):
+        for x, y in some[11:20]:
+            each.push(x, y)
+        each.drain()
+        for x, y in some[20:]:
+            each.push(x, y)
+    assert all("stage by stage" in told for told in pipe.vectorized.values()) and pipe.vectorized
+    assert torch.equal(weights(pipe), weights(plain))
+    assert [stage.home.joined.count for stage in pipe._engine.stages if stage.home.joined] == [1] * (S - 1)
 
 
 def test_a_state_of_more_stages_than_have_room_is_refused():

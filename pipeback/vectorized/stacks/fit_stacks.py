@@ -12,7 +12,6 @@ from pipeback.methods.base import Method
 from pipeback.runtime.runners import FEW
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order
-from pipeback.stages.joined_homes import JoinedHomes
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.making.cuda_graph import room_for
@@ -153,8 +152,6 @@ def _chosen(every: Sequence[Stack], kept: Sequence[Stack], reasons: Reasons, ask
         if stack not in kept:
             for stage, call in zip(stack.stages, stack.calls, strict=True):
                 stage.leave_stack(call)
-                if asked.most is not None:
-                    JoinedHomes([stage])
     return list(kept)
 
 
