@@ -123,7 +123,7 @@ ALL = [
 
 
 @pytest.mark.filterwarnings("ignore:.*takes its statistics")
-@pytest.mark.parametrize(("case", "at", "options"), mostly_rare(ALL, *ALL[::4]), ids=str)
+@pytest.mark.parametrize(("case", "at", "options"), mostly_rare(ALL, *ALL[::7]), ids=str)
 def test_every_runtime(case, at, options):
     """Each method with some, and each runtime with some methods: all pairs are in the soak."""
     backward = not at

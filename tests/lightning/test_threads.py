@@ -13,7 +13,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pipeback import StageError
 from pipeback.lightning import PipelineMonitor, PipelineStrategy
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.laws.cases import CASES, FEW, STAGES, usual
 from tests.lightning.cases import Regression, dropout_network, loader, strategy, trainer, weights
 from tests.lightning.test_resume import Drawing, checkpoints, fit, saved, shuffled
@@ -65,9 +65,9 @@ def test_every_method_is_the_event_loop(case, size):
     "options",
     [
         {"store": "host", "micro_batch_size": 2, "plan": True},
-        {"activations": "recompute"},
+        rare({"activations": "recompute"}),
         {"drain": "validation"},
-        {"compile": {"backend": "eager"}},
+        rare({"compile": {"backend": "eager"}}),
     ],
 )
 def test_other_options(options):

@@ -92,7 +92,7 @@ def trained(rank, victim, what, link):
 
 @pytest.mark.parametrize(("what", "link"), mostly_rare(
     product(("kill", "stop", "raise", "hang"), ("shared_memory", "gloo")),
-    ("kill", "shared_memory"), ("stop", "gloo"), ("raise", "gloo"), ("raise", "shared_memory"),
+    ("kill", "shared_memory"), ("stop", "gloo"), ("raise", "gloo"),
     ("hang", "shared_memory"),
 ))  # fmt: skip
 def test_one_rank_ends_all(crew, what, link):
@@ -213,11 +213,11 @@ def different(rank, what):
     ("what", "message"),
     [
         ("width", r"rank 1 has model .*\(7, 7\).*, rank 0 has .*\(6, 6\).*; start the same script"),
-        ("stages", r"rank 1 has stages 5, rank 0 has 4"),
-        ("method", r"rank 1 has method .*slack=1.*, rank 0 has .*slack=2"),
+        rare("stages", r"rank 1 has stages 5, rank 0 has 4"),
+        rare("method", r"rank 1 has method .*slack=1.*, rank 0 has .*slack=2"),
         ("optimizer", r"rank 1 has optimizer .*Adam"),
         ("clip", r"rank 1 has clip_norm 1.0, rank 0 has None"),
-        ("activations", r"rank 1 has activations host, rank 0 has device"),
+        rare("activations", r"rank 1 has activations host, rank 0 has device"),
         ("version", r"rank 1 has torch 2\.11\.0, rank 0 has"),
         ("own error", r"clip_norm must be above 0 or None, but is -1.0"),
         ("batch", r"micro-batch 11 is not the one that .*every rank must push the same data"),
@@ -230,7 +230,7 @@ def different(rank, what):
             r"drained on worker 0 or on worker 1.*call drain\(\) at the same micro-batch",
         ),
         ("rate", r"micro-batch 20 was pushed when .* of worker 1 and worker 0 had different rates \(lr\); set them in"),
-        ("momentum", r"micro-batch 20 was .* worker 1 and worker 0 had different options, such as momentum"),
+        rare("momentum", r"micro-batch 20 was .* worker 1 and worker 0 had different options, such as momentum"),
         ("count", r"rank 0 .*(evaluation|left the pipeline|evaluate|wait)"),
         ("calls", r"the same calls in the same order"),
         ("absent", rf"rank 1 did not come to build the pipeline within {TIMEOUT:g} s|was elsewhere"),

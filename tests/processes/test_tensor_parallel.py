@@ -140,7 +140,7 @@ STATES = [(*each, flying, folder) for each in KEPT_WHOLE for flying in (None, "r
 
 @pytest.mark.parametrize(
     ("case", "options", "flying", "folder"),
-    mostly_rare(STATES, ("cerebras", {}, "recompute", True), ("pb", {"optimizer": adafactor}, None, False)),
+    mostly_rare(STATES, ("cerebras", {}, "recompute", True)),
 )
 def test_a_state_loads_on_any_mesh(crew, tmp_path, case, options, flying, folder):
     """Saved under 2 × 2, it goes on in one process and under 1 × 4, and back; a basis is whole on every rank."""

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import pytest
 import torch
 import yaml
+from hydra._internal.hydra import Hydra
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
@@ -44,6 +45,8 @@ def pipeback(*arguments, cwd, run=main):
         redirect_stderr(err),
     ):
         patch.chdir(cwd)
+        # no file in conf/ has a mode, for which Hydra would compose everything once more
+        patch.setattr(Hydra, "get_mode", lambda *given, **named: None)
         patch.setattr(sys, "argv", ["pipeback", *map(str, arguments)])
         try:
             run()

@@ -91,6 +91,7 @@ def test_sections_are_chosen_by_name(monkeypatch, capsys):
     assert "import pipeback, with its Pipeline, beyond import torch" in out
 
 
+@pytest.mark.soak
 def test_processes_take_turns(capfd, monkeypatch):
     monkeypatch.setattr(processes, "on_ranks", lambda work, *given: turns.on_ranks(hastily, *given, start="forkserver"))
     monkeypatch.setattr(processes, "CASES", [Case("tiny", width=8, length=4, samples=2, turn=16, layers=4)])
@@ -191,6 +192,7 @@ def test_the_event_loop_is_measured_a_stage_a_block_and_a_layer(capsys, monkeypa
     assert all(float(row[-1].split()[0]) > 0 for row in rows)
 
 
+@pytest.mark.soak
 def test_short_pushes_over_a_long_one(capsys, monkeypatch):
     some = (pushes.USUAL, "AdamW, `clip_norm=1.0`", "NAdam")
     monkeypatch.setattr(pushes, "OTHERS", {name: pushes.OTHERS[name] for name in some})
@@ -227,6 +229,7 @@ def test_cutting_and_handing_on(capsys, monkeypatch):
     assert told[-1][0] == "tiny" and float(told[-1][1]) > 0
 
 
+@pytest.mark.soak
 def test_research_by_method_over_the_plain_loop(capsys, monkeypatch):
     """Losses fall: it is the recipe's network on text, and every push trains it."""
     monkeypatch.setattr(research, "METHODS", ("pb", "eigendelay"))

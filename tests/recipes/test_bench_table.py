@@ -70,6 +70,7 @@ def test_the_table_and_its_file(tmp_path, monkeypatch, capfd):
     assert capfd.readouterr().out.strip() in out  # the same, from the file
 
 
+@pytest.mark.soak
 def test_ranks_are_in_the_table_beside_the_others():
     """With processes of their own."""
     (case,) = table.measured([Task(TINY, 2, 8)], ["torch_1f1b"], 1).cases

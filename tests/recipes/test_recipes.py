@@ -17,12 +17,13 @@ pytest.importorskip("sklearn")
 
 from pipeback import methods, plugins
 from pipeback.recipes import command
-from tests.helpers.choice import rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.helpers.processes import fork_for_spawn
 from tests.recipes.cli import SMALL, TINY, config, facts, joblib_processes, numbers, pipeback, rows
 
 ROOT = Path(__file__).parents[2]
 EXPERIMENTS = sorted(file.stem for file in (ROOT / "conf" / "experiment").glob("*.yaml"))
+ONE_OF_EACH = "cifar10", "mnist", "shakespeare", "streaming_gpt", "translation"  # of each kind of network and of data
 SMALLER = {  # what makes an experiment tiny, besides quick=true
     "residual_mlp": ["model.depth=4"],
     "resnet20": ["model.width=4", "model.groups=2", "data.samples=32", "data.val_samples=16"],
@@ -51,7 +52,7 @@ def test_devices_that_compute_together(tmp_path):
     assert float(two) == pytest.approx(float(one), rel=1e-5)
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", mostly_rare(EXPERIMENTS, *ONE_OF_EACH))
 def test_experiment_trains(experiment, tmp_path):
     options = [f"experiment={experiment}", "quick=true", *small(experiment), "trainer.log_every_n_steps=1"]
     if experiment.startswith("fashion"):  # its network is that of cifar10, of which stages run as one
