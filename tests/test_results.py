@@ -13,10 +13,8 @@ FILES = sorted((RESULTS / "data").rglob("*.md"))
 PAGES = sorted(RESULTS.glob("*.md"))
 HEAD = re.compile(
     r"```shell\n(?P<command>(pipeback|python) .+?)\n```\n\n"
-    r"(Measured on \d{4}-\d\d-\d\d at commit [0-9a-f]{7,40}(?: and [0-9a-f]{7,40})* "
-    r"\(version [\d.]+\), on .+ cores.*, torch [\d.]+"
-    r"|Taken over from version 0\.1\.0: commit [0-9a-f]{7} of 2026-11-\d\d brought these numbers, "
-    r"measured on two cores .*, torch [\d.]+)",
+    r"Measured on \d{4}-\d\d-\d\d at commit [0-9a-f]{7,40}(?: and [0-9a-f]{7,40})* "
+    r"\(version [\d.]+\), on .+ cores.*, torch [\d.]+",
     re.DOTALL,
 )
 
