@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import pipeback
 from pipeback.tensors import accelerators
 from pipeback.vectorized.making import fastest_way, verify
+from pipeback.vectorized.stacks import fit_stacks, whole_cost
 from tests.helpers.choice import diagonal
 from tests.laws.as_one import same
 from tests.laws.cases import weights
@@ -149,3 +150,80 @@ def test_kernels_that_add_in_any_order(apart, as_one, monkeypatch):
     )  # fmt: skip
     pipe.push(torch.randn(9, 6, dtype=torch.float64), torch.randn(9, 6, dtype=torch.float64))
     assert ("as one" in " ".join(pipe.vectorized.values())) == as_one
+
+
+# -- single stages with channels last ----------------------------------------------------------------------------------
+
+
+class Laying(TorchDispatchMode):
+    """Counts copies of pictures."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        copies = function in (aten.clone.default, aten.copy_.default, aten.cat.default)
+        self.count += copies and isinstance(args[0], torch.Tensor) and args[0].dim() == 4
+        return function(*args, **(kwargs or {}))
+
+
+def unlike(dropped=False):
+    torch.manual_seed(0)
+    blocks = [convolution(a, b) for a, b in zip((4, 8, 12, 16), (8, 12, 16, 8), strict=True)]
+    if dropped:
+        blocks.insert(2, nn.Dropout2d(0.5))
+    return nn.Sequential(*blocks, nn.Sequential(nn.Flatten(), nn.Linear(8 * 64, 3, dtype=torch.float64)))
+
+
+def pushed(net, monkeypatch, **options):
+    """Push micro-batches to stages for which channels last are measured to be fastest; return the copies, too."""
+    monkeypatch.setattr(fastest_way, "seconds", lambda calls, device: [2.0, 1.0, 3.0][: len(calls)])
+    draw = torch.Generator().manual_seed(1)
+    x, y = (
+        torch.randn(40, 4, 8, 8, dtype=torch.float64, generator=draw),
+        torch.randint(3, (40,), generator=draw),
+    )
+    pipe = pipeback.Pipeline(
+        net, loss=nn.functional.cross_entropy, method="pb", micro_batch_size=2,
+        optimizer=lambda p: torch.optim.SGD(p, lr=0.05, momentum=0.9), **options,
+    )  # fmt: skip
+    first, mode = pipe.push(x, y).item(), Laying()
+    with mode:
+        second = pipe.push(x, y).item()
+    return pipe, [torch.tensor([first, second]), weights(pipe)], mode.count
+
+
+def lasts(pipe):
+    return [stage.stack is not None and stage.stack.maker.way.last for stage in pipe._engine.stages]
+
+
+def test_what_goes_from_one_to_another_is_not_copied(monkeypatch):
+    _, wanted, _ = pushed(unlike(), monkeypatch)
+    pipe, found, copies = pushed(unlike(), monkeypatch, vectorize=True)
+    assert lasts(pipe) == [True, True, True, True, False]
+    same(found, wanted)
+    assert copies == 4 * 20  # per micro-batch: where the first of these stages begins, and the last one ends
+
+
+@pytest.mark.parametrize(("takes", "last"), [(0.0, True), (9.0, False)])
+def test_what_is_copied_where_other_stages_begin_counts(takes, last, monkeypatch):
+    """A stage of random numbers, which takes and gives contiguous pictures, is among them."""
+    monkeypatch.setattr(fit_stacks, "change_seconds", lambda kind, device: takes)
+    pipe, *_ = pushed(unlike(dropped=True), monkeypatch, vectorize=True)
+    assert lasts(pipe) == [last, last, False, last, last, False]
+
+
+def test_stages_that_run_one_by_one_get_their_weights_as_they_were(monkeypatch):
+    monkeypatch.setattr(whole_cost, "gain", lambda stack, under, whole: 0.5)
+    pipe, *_ = pushed(unlike(), monkeypatch, vectorize="auto")
+    assert not any(lasts(pipe)) and all(stage.stack is None for stage in pipe._engine.stages)
+    assert all(p.is_contiguous() for p in pipe.model.parameters())
+
+
+def test_the_event_loop_is_timed_on_weights_as_it_has_them(monkeypatch):
+    seen, before = [], whole_cost.lay_contiguously
+    monkeypatch.setattr(
+        whole_cost, "lay_contiguously",
+        lambda stages: (seen.extend(p.is_contiguous() for s in stages for p in s.module.parameters()), before(stages)),
+    )  # fmt: skip
+    pushed(unlike(), monkeypatch, vectorize="auto")
+    assert seen and all(seen)

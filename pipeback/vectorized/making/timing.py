@@ -108,6 +108,13 @@ def channels_last(tensor: Tensor) -> Tensor:
     return tensor.contiguous(memory_format=torch.channels_last) if tensor.dim() == 4 else tensor
 
 
+def change_seconds(kind: Kind, device: torch.device) -> float:
+    """Return how long it takes to lay the inputs of a single stage with channels last."""
+    xs = examples(kind, 1, device)
+    (found,) = seconds([lambda: [channels_last(x) for x in xs]], device)
+    return found
+
+
 def gradients(graphs: Graphs, weights: Sequence[Tensor], xs: Sequence[Tensor]) -> list[Tensor]:
     """Return made-up gradients of the outputs."""
     return [example(y.shape, y.dtype, y.device) for y in graphs.forward(*weights, *xs)[: graphs.outputs]]

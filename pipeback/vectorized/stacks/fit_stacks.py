@@ -15,6 +15,7 @@ from pipeback.schedules.order import Order
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.making.cuda_graph import room_for
+from pipeback.vectorized.making.timing import change_seconds
 from pipeback.vectorized.stacks import whole_cost
 from pipeback.vectorized.stacks.choose_stacks import Shaper
 from pipeback.vectorized.stacks.eligible import why_not
@@ -150,6 +151,7 @@ def _chosen(every: Sequence[Stack], kept: Sequence[Stack], reasons: Reasons, ask
     for stack in every:
         stack.told = reasons
         if stack not in kept:
+            stack.settle(last=False)  # one by one, stages get inputs as they are
             for stage, call in zip(stack.stages, stack.calls, strict=True):
                 stage.leave_stack(call)
     return list(kept)
@@ -243,13 +245,21 @@ def _divided(
 
 
 def _settle(stacks: Sequence[Stack]) -> None:
-    """Let single stages agree on how pictures lie in memory: where two layouts meet, kernels are slow."""
+    """Let single stages agree on how pictures lie in memory: where two layouts meet, kernels are slow, or tensors are
+    copied.
+    """
     some = {id(stack): stack.maker.tried for stack in stacks if not stack.flying and stack.maker.tried}
     some = {n: tried for n, tried in some.items() if len({one.way.last for one in tried}) == 2}
     times = [
         sum(min(one.seconds for one in tried if one.way.last == last) for tried in some.values())
         for last in (False, True)
     ]
+    alone = {s for stack in stacks if id(stack) in some for s in stack.numbers}
+    for stack in stacks:  # others take and give tensors whose channels come before the pixels
+        if id(stack) in some:
+            s, count = stack.first, stack.stages[0].stages
+            meet = sum(n not in alone for n in (s - 1, s + 1) if 0 <= n < count)
+            times[1] += 2 * meet * change_seconds(stack.known, stack.sample.device) if meet else 0.0
     for stack in stacks:
         stack.settle(last=times[1] < times[0] if id(stack) in some else None)
 

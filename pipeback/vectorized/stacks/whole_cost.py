@@ -2,11 +2,13 @@
 (U), with all that the method does around them.
 
 In the event loop a worker does the operations of understudies of the stages; as one, an `EagerTick` does those of their
-rows. Both compute with made-up numbers.
+rows. Both compute with made-up numbers. As many micro-batches are in flight as in training, or as fill the caches: what
+waits for its B has left them by then.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -17,6 +19,7 @@ from pipeback.methods.base import Method
 from pipeback.runtime.link import LocalLink
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
+from pipeback.schedules.timeline import in_flight
 from pipeback.stages.contiguous import lay_contiguously
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
@@ -35,6 +38,7 @@ from pipeback.vectorized.tracing.graphs import Graphs, direct
 from pipeback.vectorized.tracing.product_gradients import accumulating
 
 LATER = 1 << 30  # the first micro-batch: warm-ups are over
+CACHES = 64 << 20  # bytes that no cache holds
 
 
 class Conditions(NamedTuple):
@@ -50,7 +54,8 @@ def gain(stack: Stack, under: Conditions, *, whole: bool) -> float:
     """Return the speed-up as one over the event loop. whole: with U; else, and with a compiler, of F and B alone."""
     if not whole or not stack.maker.plain or under.method.needs_entry:
         return stack.gain()
-    loop, rows = _EventLoop(stack, under), _Rows(stack, under)
+    rows = _Rows(stack, under)
+    loop = _EventLoop(stack, under, rows.flying)
     loop_seconds, row_seconds = seconds([loop, lambda: _at_once([rows])], stack.sample.device)
     return loop_seconds / row_seconds
 
@@ -82,12 +87,18 @@ def _worker(stages: Sequence[Stage], under: Conditions) -> Worker:
 
 
 class _EventLoop:
-    """The stages of a stack one by one. A call does F of a micro-batch, B of the one before, and U."""
+    """The stages of a stack one by one. A call does F of a micro-batch, B of one before, and U. flying: how many are in
+    flight.
+    """
 
-    def __init__(self, stack: Stack, under: Conditions) -> None:
+    def __init__(self, stack: Stack, under: Conditions, flying: int) -> None:
         kind, graphs, n = stack.known, stack.sample.written, len(stack.stages)
         self._options, self._mb = under.options, LATER
         self.stages = understudies(stack.stages, under.method, under.options)
+        for stage in self.stages if stack.maker.way.last else ():
+            for p in stage.module.parameters():
+                p.data = p.data.contiguous()  # inputs come as they are
+            stage.moved()
         lay_contiguously(self.stages)
         self.worker = _worker(self.stages, under)
         xs = examples(kind, n, stack.sample.device)
@@ -98,7 +109,10 @@ class _EventLoop:
             packed([g if m in graphs.gives else None for m, g in enumerate(row(gs, r, n))], graphs.packs)
             for r in range(n)
         ]
-        self._forward()
+        self._flying = flying
+        for _ in range(flying):
+            self._forward()
+            self._mb += 1
 
     def _forward(self) -> None:
         worker, i = self.worker, self._mb
@@ -109,9 +123,9 @@ class _EventLoop:
             worker.options[i] = self._options
 
     def __call__(self) -> None:
-        worker, i = self.worker, self._mb
-        self._mb += 1
         self._forward()
+        worker, i = self.worker, self._mb - self._flying
+        self._mb += 1
         for stage, g in zip(self.stages, self._back, strict=True):
             worker.link.box["B", stage.index, i] = g
         worker.backward([(stage.index, i) for stage in self.stages])
@@ -139,7 +153,11 @@ class _Rows:
             gs = [change(g) for g in gradients(graphs, rows.weights, self._xs)]
             self._gs = [gs[n] for n in graphs.gives]
             views = None if stack.sample.made is None else graphs.made(*rows.weights)
-            self._saved: Sequence[Tensor] = graphs.forward(*rows.weights, *self._xs)[graphs.outputs :]
+            saved: Sequence[Tensor] = graphs.forward(*rows.weights, *self._xs)[graphs.outputs :]
+        most = in_flight(under.method.schedule, len(under.delays))[stages[0].index]
+        kept = [*saved, *(rows.stepped if under.method.copies == "stash" else ())]
+        self.flying = min(most, 1 + CACHES // max(1, sum(t.nbytes for t in kept)))
+        self._left = deque[Sequence[Tensor]]([t.clone() for t in saved] for _ in range(self.flying))
         accumulate = direct(accumulating(graphs, len(rows.weights), rows.whole.trained))
         self._worker = _worker(stages, under)
         clipping = RowClipping(self._worker, [stage.index for stage in stages])
@@ -158,13 +176,17 @@ class _Rows:
         step = self._asked.step(self._plan, self._options, self._options, 0)
         assert step is not None  # else whole ticks would be ruled out
         keep, used = (self._keep, self._with_used) if self._used else (None, None)
-        room = WaitingRoom(lambda b: self._saved, self._put, keep, used)
+        room = WaitingRoom(lambda b: self._left[0], self._put, keep, used)
         self._eager.run(
             0, 0, self._xs, lambda: self._gs, step, joint, room, _nowhere, self._drift, self._before,
         )  # fmt: skip
 
     def _put(self, f: int, saved: Sequence[Tensor]) -> None:
-        self._saved = [t.clone() for t in saved] if self._several else saved  # as into rings
+        left = self._left.popleft()
+        if self._several:  # as into rings
+            for place, tensor in zip(left, saved, strict=True):
+                place.copy_(tensor)
+        self._left.append(left if self._several else saved)
 
     def _keep(self, f: int, shifted: Sequence[Tensor] | None) -> None:
         torch._foreach_copy_(self._used, list(self._plan.rows.stepped if shifted is None else shifted))

@@ -99,7 +99,7 @@ class StackInTurn:
     def back(self, i: int, gradients: Sequence[Sequence[Tensor]], step: AnyStep, joint: JointStep) -> None:
         """Do B of all rows at the end of turn i, and U, or leave that to the joint step. gradients: see `joined`."""
         one, stack = self.one, self.stack
-        gs = joined(one.pieces[one.all].back, gradients)
+        gs = joined(one.pieces[one.all].back, gradients, alone=stack.alone)
         gs = stack.maker.lying(gs) if stack.alone else gs
         saved, mine, self._saved = self._left(i), self._saved, []
         one.whole.back(i, self._fore, saved, lambda: gs, step, joint, self._room, self._give, one.drift, stack.spare)

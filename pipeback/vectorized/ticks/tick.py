@@ -68,15 +68,16 @@ class Pieces(NamedTuple):
     back: list[Piece]
 
 
-def joined(pieces: Sequence[Piece], parts: Parts) -> list[Tensor]:
-    """Return for each tensor of a value its pieces as one (n, …)."""
+def joined(pieces: Sequence[Piece], parts: Parts, *, alone: bool = False) -> list[Tensor]:
+    """Return for each tensor of a value its pieces as one (n, …); of a single stage (`alone`) as they lie in memory."""
     found = []
     for tensors in parts:
         some = []
         for (*_, rows, lifts), t in zip(pieces, tensors, strict=True):
             t = t if rows is None else t[rows]
             some.append(t[None] if lifts else t)
-        found.append(some[0].contiguous() if len(some) == 1 else torch.cat(some).contiguous())
+        one = some[0] if len(some) == 1 else torch.cat(some)
+        found.append(one if alone else one.contiguous())
     return found
 
 
@@ -284,11 +285,11 @@ class StackTick:
         """
         stack, rings, stash, versions = self.stack, self.rings, self.stash, self.versions
         inward, back = self.pieces[rows]
-        xs = joined(inward, given[0])
+        xs = joined(inward, given[0], alone=stack.alone)
         xs = stack.entered(xs) if stack.alone else xs
 
         def gradients() -> list[Tensor]:
-            gs = joined(back, given[1]())
+            gs = joined(back, given[1](), alone=stack.alone)
             return stack.maker.lying(gs) if stack.alone else gs
 
         def give(kind: Literal["F", "B"], value: list[Any]) -> None:
