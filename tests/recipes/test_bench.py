@@ -39,7 +39,6 @@ from pipeback.recipes.benches.contenders import Case
 from pipeback.recipes.benches.network import network, pipeline
 from pipeback.recipes.benches.tasks import Network, Task
 from pipeback.recipes.benches.vectorized import Linear, blocks
-from tests.helpers.choice import rare
 
 
 @pytest.fixture(autouse=True)
@@ -257,7 +256,8 @@ def test_auto_beside_what_it_goes_by(capsys, monkeypatch):
     assert all(float(row[2]) > 0 and row[4].startswith(("as one", "stage by stage")) for row in rows)
 
 
-@pytest.mark.parametrize("several", [False, rare(True)])
+@pytest.mark.soak
+@pytest.mark.parametrize("several", [False, True])
 def test_a_tree_against_itself(several, capsys, monkeypatch):
     task = Task(Network("tiny", "", partial(blocks, Linear, 3, 8), (8,), {}, 8), 1, 4)
     monkeypatch.setattr(event_loop, "CASES", {"three layers": (task, ("pb",))})

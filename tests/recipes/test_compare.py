@@ -68,7 +68,8 @@ def test_a_run_is_what_train_makes_of_it(compared, tmp_path):
     assert numbers(tmp_path / "run") == numbers(compared[0] / "pipedream-slack2-seed1")
 
 
-@pytest.mark.parametrize("start", ["forkserver", rare(None)])
+@pytest.mark.soak
+@pytest.mark.parametrize("start", ["forkserver", None])
 def test_two_processes_give_the_same(start, compared, no_report, tmp_path):
     with joblib_processes(start):
         done = pipeback("compare", *TINY, *COMPARED, "seeds=1", "jobs=2", cwd=tmp_path)
