@@ -2,8 +2,8 @@
 (U), with all that the method does around them.
 
 In the event loop a worker does the operations of understudies of the stages; as one, an `EagerTick` does those of their
-rows. Both compute with made-up numbers. As many micro-batches are in flight as in training, or as fill the caches: what
-waits for its B has left them by then.
+rows. Both compute with made-up numbers. As many micro-batches are in flight as in training, but for so many as take long,
+and more than fill the caches: what waits for its B has left them by then.
 """
 
 from __future__ import annotations
@@ -39,6 +39,7 @@ from pipeback.vectorized.tracing.product_gradients import accumulating
 
 LATER = 1 << 30  # the first micro-batch: warm-ups are over
 CACHES = 64 << 20  # bytes that no cache holds
+BEFORE = 256  # forwards of single stages that are done, at most, before anything is timed
 
 
 class Conditions(NamedTuple):
@@ -156,7 +157,8 @@ class _Rows:
             saved: Sequence[Tensor] = graphs.forward(*rows.weights, *self._xs)[graphs.outputs :]
         most = in_flight(under.method.schedule, len(under.delays))[stages[0].index]
         kept = [*saved, *(rows.stepped if under.method.copies == "stash" else ())]
-        self.flying = min(most, 1 + CACHES // max(1, sum(t.nbytes for t in kept)))
+        enough = 1 + CACHES // max(1, sum(t.nbytes for t in kept))
+        self.flying = min(most, enough, max(1, BEFORE // len(stages)))
         self._left = deque[Sequence[Tensor]]([t.clone() for t in saved] for _ in range(self.flying))
         accumulate = direct(accumulating(graphs, len(rows.weights), rows.whole.trained))
         self._worker = _worker(stages, under)
