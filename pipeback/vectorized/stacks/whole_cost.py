@@ -2,8 +2,8 @@
 (U), with all that the method does around them.
 
 In the event loop a worker does the operations of understudies of the stages; as one, an `EagerTick` does those of their
-rows. Both compute with made-up numbers. As many micro-batches are in flight as in training, but for so many as take long,
-and more than fill the caches: what waits for its B has left them by then.
+rows. Both compute with made-up numbers. As many micro-batches are in flight as in training, up to a number that is soon
+done or fills the caches: what waits for its B has left them by then.
 """
 
 from __future__ import annotations
