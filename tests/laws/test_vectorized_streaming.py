@@ -13,7 +13,7 @@ from pipeback.streaming.store import HostStore
 from pipeback.vectorized.stacks import whole_cost
 from tests.helpers.choice import mostly_rare, rare
 from tests.helpers.live_tensors import tensors_alive
-from tests.laws.as_one import S, doubles, model, same, trained
+from tests.laws.as_one import S, doubles, model, same, through, trained
 from tests.laws.cases import CASES, OPTIMIZERS, SENSITIVE, STEADY, allowed, data, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -103,24 +103,6 @@ def outside(case, vectorize, ahead=5, optimizer=None):
         model(), loss=None, optimizer=OPTIMIZERS[optimizer], method=CASES[case](S), store=store(ahead),
         vectorize=vectorize,
     )  # fmt: skip
-
-
-def through(pipe, some, sizes=(8, 3, 1, 8, 5, 2)):
-    """Train on micro-batches, of which so many go forward together; return the losses."""
-    losses = []
-    for size in sizes:
-        xs, ys = zip(*(some.pop(0) for _ in range(size)), strict=True)
-
-        def judge(n, output, ys=ys):
-            loss = mse_loss(output, ys[n])
-            losses.append(loss.detach())
-            loss.backward()
-            return output.grad
-
-        (output,) = pipe.forward_many(xs, expected=size, judge=judge)
-        pipe.backward(judge(size - 1, output))
-        pipe.step()
-    return torch.stack(losses)
 
 
 @pytest.mark.parametrize(

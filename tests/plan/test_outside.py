@@ -10,6 +10,7 @@ from pipeback.plan.forecast import fills
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import HostStore
 from tests.helpers.choice import mostly_rare
+from tests.laws import as_one
 from tests.laws.as_one import S, doubles, model
 from tests.laws.cases import CASES, OPTIMIZERS
 
@@ -30,15 +31,7 @@ def through(pipe, some):
 
 
 def through_ticks(pipe, some):
-    xs, ys = zip(*some, strict=True)
-
-    def judge(n, output):
-        mse_loss(output, ys[n]).backward()
-        return output.grad
-
-    (output,) = pipe.forward_many(xs, expected=len(xs), judge=judge)
-    pipe.backward(judge(len(xs) - 1, output))
-    pipe.step()
+    as_one.through(pipe, some, [len(some)])
 
 
 def agree(case, store, count, train=through, vectorize=False):
