@@ -5,6 +5,7 @@ An example of hypothesis has no time limit, which a busy machine would exceed.
 
 import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,16 @@ def quick_collections() -> None:
     """
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def deterministic() -> Iterator[None]:
+    """Bits do not depend on how long anything takes."""
+    import torch
+
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

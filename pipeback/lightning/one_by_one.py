@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.plugins import MixedPrecision, Precision
 from lightning.pytorch.utilities.model_helpers import is_overridden
 
 from pipeback.lightning.find_stages import TrainedModule
@@ -36,7 +35,6 @@ def why(
     options: StrategyOptions,
     trainer: Trainer,
     module: LightningModule,
-    plugin: Precision,
     found: TrainedModule,
     ranks: int,
 ) -> str | None:
@@ -44,7 +42,7 @@ def why(
 
     Raises ValueError where the user has asked for `vectorize=True` or `"cuda_graph"`.
     """
-    reason = _reason(options, trainer, module, plugin, found, ranks) if options.vectorize else None
+    reason = _reason(options, trainer, module, found, ranks) if options.vectorize else None
     if reason is not None and options.vectorize != "auto":
         raise ValueError(f'vectorize={options.vectorize!r}: {reason}, or vectorize="auto"')
     return reason
@@ -54,7 +52,6 @@ def _reason(
     options: StrategyOptions,
     trainer: Trainer,
     module: LightningModule,
-    plugin: Precision,
     found: TrainedModule,
     ranks: int,
 ) -> str | None:
@@ -79,8 +76,6 @@ def _reason(
             'training_step itself is followed (module="self"); write one nn.Module whose forward calls all layers, and '
             "call that in training_step"
         )
-    if isinstance(plugin, MixedPrecision):
-        return f'autocast (precision="{plugin.precision}") does not reach stages that run as one; use "bf16-true"'
     hook = next(_looking(trainer, module), None)
     return None if hook is None else f"{hook} may look at gradients or weights amid a step; leave that hook out"
 

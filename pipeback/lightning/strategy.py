@@ -198,7 +198,7 @@ class PipelineStrategy(Place):
                 facts = options.facts(self.precision_plugin.precision)
                 shards = self.parallelized.plan(options.tensor, found)
                 rank = SharedFit(self.meeting, self.processes, facts, module, found, optimizer, shards)
-            apart = one_by_one.why(options, trainer, module, self.precision_plugin, found, self.ranks)
+            apart = one_by_one.why(options, trainer, module, found, self.ranks)
             self._fit = Fit(rank, module, found, optimizer, options, store, self._visits, tell, apart)
             self._state = FitState(self._fit, rank)
             if self.meeting is not None:

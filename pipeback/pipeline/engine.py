@@ -25,8 +25,9 @@ from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.micro_batches import MicroBatcher
 from pipeback.pipeline.model_check import ModelCheck
 from pipeback.pipeline.observers import Observers
-from pipeback.pipeline.option_checks import check_autocast, check_groups
+from pipeback.pipeline.option_checks import check_groups
 from pipeback.pipeline.progress import Progress
+from pipeback.pipeline.push_autocast import PushAutocast
 from pipeback.pipeline.rehearsals import Rehearsals, Relay
 from pipeback.pipeline.replica_sync import ReplicaSync
 from pipeback.pipeline.stacking import Stacking
@@ -65,6 +66,7 @@ class Engine:
         self._intact = ModelCheck(self.model, self.stages, self.traced is None)
         self._followers = ReplicaSync(self.holding.everywhere)
         self.threads = options.threads is not None or built.replicas > 1 or self.ranks.several
+        self._casting = PushAutocast(self.holding.everywhere, options.debug.order)
         self._stacking, self.current = Stacking(built), Options(self.optimizers, 0)
         self._rehearsals = Rehearsals(self.holding, self.delays, warn=options.debug.weight_functions == "warn")
         self.observing, self.losses, self.progress = Observers(), LossWatch(options.debug.stop_at_nan), Progress()
@@ -216,7 +218,7 @@ class Engine:
         Clipping(norm, value).check()
         self.setting.worker.update(clip_norm=norm, clip_value=value)
         if self.runtime is not None:
-            self.do(partial(self.runtime.tell, partial(_clip, norm=norm, value=value)))
+            self.do(partial(self.runtime.tell, lambda loop: loop.clip(norm, value)))
 
     # -- open and closed -----------------------------------------------------------------------------------------
 
@@ -232,7 +234,8 @@ class Engine:
     def do(self, what: Callable[[], Any], harmless: tuple[type[BaseException], ...] = ()) -> Any:
         """Do it. An error closes the pipeline, since a wave may be half done, unless it is one of `harmless`."""
         try:
-            return what()
+            with self._casting.off():
+                return what()
         except BaseException as error:
             # an interrupt that has ended a thread is raised here, too
             if not isinstance(error, harmless) or (isinstance(self.runtime, Threads) and error in self.runtime.failure):
@@ -295,7 +298,7 @@ class Engine:
 
     def rehearse(self, batches: Sequence[Batch]) -> None:
         """Rehearse what has to be, and start with the first."""
-        check_autocast(self._stacking.on, self.setting.order)
+        self._casting.take(self._stacking.on or self.setting.skewed, self.wait)
         if not self._rehearsals.due(batches):
             return
         if self.runtime is not None:
@@ -341,6 +344,7 @@ class Engine:
 
     def _relay(self, x: Value, part: Callable[[Sequence[Stage], Value], Value]) -> None:
         assert isinstance(self.runtime, RankRunner)
+        part = self._casting.around(part)
         self.do(partial(self.runtime.relay, x, part, back=False, mb=None if self.kept is None else self.arrived))
 
     def _afford(self, micro_batches: int, samples: int) -> None:
@@ -392,7 +396,3 @@ def _end(runtime: Runner, ranks: Ranks | SingleProcess, process: int) -> None:
     if os.getpid() == process:  # a child of fork has no threads to end
         runtime.close()
         ranks.leave()
-
-
-def _clip(loop: Loop, norm: float | None, value: float | None) -> None:
-    loop.worker.clip_norm, loop.worker.clip_value = norm, value

@@ -18,7 +18,6 @@ from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import own_step, replaced_step
 from pipeback.stages.stage import OptimizerFactory, Stage
 from pipeback.streaming.store import DeviceStore, Store
-from pipeback.tensors import accelerators
 from pipeback.tensors import batches as batches_in
 
 
@@ -80,20 +79,6 @@ def check_groups(stages: Sequence[Stage]) -> None:
         found = {id(p) for group in stage.optimizer.param_groups for p in group["params"]}
         if stage.weights and found != {id(w) for w in stage.weights}:
             raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
-
-
-def check_autocast(as_one: bool, order: str) -> None:
-    """Raise ValueError if the caller's autocast would not reach what a push does. as_one: whether stages run as one."""
-    if as_one and accelerators.autocast():
-        raise ValueError(
-            "vectorize: autocast does not reach stages that run as one; enter it inside the modules, or build the "
-            "pipeline with vectorize=False"
-        )
-    if order == "skewed" and accelerators.autocast():
-        raise ValueError(
-            'debug: with order="skewed" a push leaves work to later calls, which its autocast does not reach; '
-            "enter it inside the modules, or use another order"
-        )
 
 
 def check_whole_weights(method: Method, sparse: bool, shards: bool) -> None:

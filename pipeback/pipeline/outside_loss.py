@@ -17,6 +17,7 @@ from pipeback.runtime.gone_ahead import Ahead
 from pipeback.runtime.outside_ticks import OutsideTicks
 from pipeback.runtime.runners import Answer, PushLoop, Runner, Threads, Ticks
 from pipeback.stages.flight import Value
+from pipeback.tensors import accelerators
 
 
 class OutsideLoss:
@@ -73,8 +74,10 @@ class OutsideLoss:
         engine.progress.came(len(xs))
         engine.came(len(xs))
 
+        casts = accelerators.casting()
+
         def judged(n: int, output: Any) -> Value:
-            with telling(engine.ranks):
+            with telling(engine.ranks), accelerators.under(casts):
                 gradient = judge(n, self._shown(output, xs[n]))
                 if nothing(gradient):
                     raise ValueError(

@@ -16,6 +16,7 @@ from pipeback.splitting.partition import balance
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
+from pipeback.tensors import accelerators
 
 
 class Stacking:
@@ -118,7 +119,8 @@ class Stacking:
         for replica in range(len(self._holding.everywhere)):
             mine = [stack for stack in self.stacks if stack.stages[0].replica == replica]
             if mine:
-                kept, reasons = fitting(mine, self._seen, asked, again=self._tried)
+                with accelerators.under(()):  # the stages enter it by themselves
+                    kept, reasons = fitting(mine, self._seen, asked, again=self._tried)
                 told = told or reasons
                 found += kept
         if not self._tried:

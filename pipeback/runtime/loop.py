@@ -291,6 +291,10 @@ class Loop:
         self.worker.look()
         self._rested = False
 
+    def clip(self, norm: float | None, value: float | None) -> None:
+        """Bound the gradients of later updates."""
+        self.worker.clip_norm, self.worker.clip_value = norm, value
+
     def _remember(self) -> None:
         if self._rested or self.worker.residence.joins:
             for changes in self.worker.outside:

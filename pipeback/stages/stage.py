@@ -23,6 +23,7 @@ from pipeback.stages.home import Home, StageStack
 from pipeback.stages.judged_output import structured
 from pipeback.stages.learnt import Learnt
 from pipeback.stages.masters import Masters
+from pipeback.stages.own_autocast import under_own_autocast
 from pipeback.stages.random_stream import StageStream
 from pipeback.stages.versions import Versions
 from pipeback.tensors import accelerators, meta
@@ -76,15 +77,15 @@ class Stage:
         self._begin_anew = (lambda: optimizer(list(self.weights)).state) if any(self.optimizer.state.values()) else dict
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a twin steps; schedulers need not warn
         self.optimizer.zero_grad = nothing  # type: ignore[method-assign]  # its weights have a gradient while it steps
-        self.version, self.state = 0, State()
+        self.version, self.state, self.peak_flights = 0, State(), 0
         self.versions = Versions(method.history(index, stages), method.needs_used)
         self.flights: dict[int, Flight] = {}
-        self.peak_flights = 0
         self.prepare(method)
         self.options: Any = None  # the options of the last micro-batch gone backward
         self.learnt = Learnt()
         self.stack: StageStack | None = None  # the stages that it runs with as one
         self.keeping = keeping
+        self.casts: accelerators.Autocast = ()  # see `own_autocast`
 
     @property
     def last(self) -> bool:
@@ -193,15 +194,14 @@ class Stage:
 
     # -- the three operations ------------------------------------------------------------------------------------
 
+    @under_own_autocast
     def forward(self, mb: int, x: Value, target: Any = None) -> Value:
         """F(mb), on the present weights; returns the output, which on the last stage (the loss) has no graph."""
         leaves, given = self.enter(x)
         before = registered()
-        if self.keeping is None:
-            output = self.compute(given, target)
-            flight = Flight(leaves, output, target, self.version, type(x) is tuple)
-        else:
-            flight = Flight(leaves, None, target, self.version, type(x) is tuple)
+        output = self.compute(given, target) if self.keeping is None else None
+        flight = Flight(leaves, output, target, self.version, type(x) is tuple)
+        if self.keeping is not None:
             output = self.keeping.forward(self, flight, given)
         self.flights[mb] = flight
         flight.heard = not 0 <= before == registered()

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.choice import mostly_rare, rare
-from tests.laws.as_one import S, doubles, model, pushed, same, turns
+from tests.laws.as_one import S, doubles, model, pushed, same, share_equally, turns
 from tests.laws.cases import CASES, STEADY, allowed, pipeline, weights
 from tests.laws.cases import everything as tensors_of
 
@@ -50,19 +50,11 @@ def test_replicas_equal_the_event_loop(case, optimizer, workers):
     assert any(words.startswith("as one") for words in told.values())
 
 
-@pytest.fixture
-def deterministic():
-    torch.use_deterministic_algorithms(True)
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.mark.usefixtures("deterministic")
 @pytest.mark.parametrize("case", [rare("pb"), rare("pipedream"), "spectrain"])
 def test_a_state_in_flight_goes_on_in_as_many_workers(case, monkeypatch):
     """To equal bits; with another number of workers the stacks are others."""
-    for place in ("distributed.held_stages", "pipeline.stacking"):
-        monkeypatch.setattr(f"pipeback.{place}.balance", lambda seconds, workers: [s * workers // S for s in range(S)])
+    share_equally(monkeypatch)
     build = lambda workers: pipeline(model(), CASES[case](S), micro_batch_size=3, vectorize=True, workers=workers)  # noqa: E731
     pipe = build(2)
     pipe.push(*map(torch.cat, zip(*doubles(11), strict=True)))

@@ -307,7 +307,6 @@ def test_a_callback_amid_a_step():
     [
         ({"activations": "host"}, {}, "activations='host' does not go with stages as one; use activations='device'"),
         ({"module": "self"}, {}, "training_step itself is followed"),
-        ({}, {"precision": "bf16-mixed"}, 'autocast .* does not reach stages that run as one; use "bf16-true"'),
     ],
 )
 def test_options_that_do_not_go_with_it(options, more, told):

@@ -249,7 +249,7 @@ class WholeFlush:
             value, packs = found
         if value is None:
             return None, ()
-        kind = Kind(tuple((tuple(v.shape[1:]), v.dtype) for v in value), packs, stack.mode)
+        kind = Kind(tuple((tuple(v.shape[1:]), v.dtype) for v in value), packs, stack.mode, stage.casts)
         key = id(stack), kind
         if key in self._unfit:
             return None, ()
@@ -307,7 +307,8 @@ class WholeFlush:
         return list(found[: len(value)])
 
     def _loss_graph(self, stage: Stage, value: list[Tensor], target: Tensor, packs: bool) -> Any:
-        form = (packs, *((v.shape[1:], v.dtype) for v in (*value, target)), stage.module.training, id(stage.loss))
+        forms = ((v.shape[1:], v.dtype) for v in (*value, target))
+        form = (packs, *forms, stage.module.training, id(stage.loss), stage.casts)
         with TRACING:
             try:
                 if form not in self._losses:

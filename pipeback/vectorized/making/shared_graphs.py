@@ -109,7 +109,9 @@ class SharedLosses:
             [t.detach().unsqueeze(0).expand(count, *t.shape).contiguous() for t in some]
             for some in (self._xs, [self._target])
         )
-        return capture_losses(stage.module, stage.loss, xs, target[0], whole=self.packed, clones=self._clones)
+        return capture_losses(
+            stage.module, stage.loss, xs, target[0], whole=self.packed, clones=self._clones, casts=stage.casts
+        )
 
 
 def together(values: Sequence[Any]) -> list[Tensor]:

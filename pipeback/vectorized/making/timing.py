@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from pipeback.splitting.module_restore import untouched
+from pipeback.stages.own_autocast import around
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.making.verify import differentiated, example, examples, row
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
@@ -126,5 +127,6 @@ def _by_autograd(stages: Sequence[Stage], xs: Sequence[Tensor], gs: Sequence[Ten
         with torch.enable_grad():
             inputs = [x.detach().requires_grad_(floating(x.dtype) and bool(stage.index)) for x in row(xs, r, n)]
             given = [v.clone() for v in inputs] if stage.learnt.clones_input else inputs
-            ys = leaves(stage.module(packed(given, whole)))
+            with around(stage):
+                ys = leaves(stage.module(packed(given, whole)))
             differentiated(ys, row(gs, r, n), [*inputs, *stage.params])

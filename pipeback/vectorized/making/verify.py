@@ -16,6 +16,7 @@ from torch.func import functional_call
 
 from pipeback.private import listened
 from pipeback.splitting.module_restore import untouched
+from pipeback.stages.own_autocast import around, casting
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.vectorized.buffers.ring_buffers import RingBuffers, unfolded
@@ -65,7 +66,7 @@ def verified(
     graphs = captured(stages, weights, xs, kind, n, products=products)
     graphs = recomputing(graphs) if recompute else graphs
     every = _repeated(xs, n)
-    with torch.no_grad():
+    with torch.no_grad(), casting(stages, kind.casts):
         saved = graphs.forward(*weights, *every)[graphs.outputs :]
         folds = _folds(graphs, weights, every, saved, n)
         rings = RingBuffers(graphs, kind, saved, folds, places, length, xs[0].device)
@@ -86,11 +87,12 @@ def captured(
     pairs = zip([name for name, _ in like.named_parameters()], weights, like.parameters(), strict=True)
     named = {name: w.requires_grad_(p.requires_grad) for name, w, p in pairs}
     try:
-        traits = check_plain(stages, packed(xs, kind.packed))
+        with casting(stages, kind.casts):
+            traits = check_plain(stages, packed(xs, kind.packed))
         enters = len(stages) == 1 and not stages[0].index
         return capture(
             like, named, _repeated(xs, rows), traits, rows=rows, whole=kind.packed, enters=enters, products=products,
-            shared=shared,
+            shared=shared, casts=kind.casts,
         )  # fmt: skip
     finally:
         for w in weights:
@@ -132,7 +134,8 @@ def judged_alike(stage: Stage, graph: Graph, x: Any, target: Any) -> None:
     with torch.enable_grad(), untouched(stage.module):
         inputs = [v.detach().clone().requires_grad_(floating(v.dtype)) for v in leaves(x)]
         given = packed([v.clone() for v in inputs], type(x) is tuple)  # a copy: the module may change it in place
-        loss = stage.loss(stage.module(given), target)
+        with around(stage):
+            loss = stage.loss(stage.module(given), target)
         moving = [v for v in inputs if v.requires_grad]
         each = iter(torch.autograd.grad(loss, [*moving, *stage.params], allow_unused=True))
         wanted = [*(next(each) if v.requires_grad else None for v in inputs), *each]
@@ -177,7 +180,8 @@ def losses_alike(stage: Stage, graph: Graph, xs: Sequence[Tensor], target: Tenso
     for n in range(len(target)):
         with torch.enable_grad(), untouched(stage.module):
             inputs = [x[n].detach().clone().requires_grad_(floating(x.dtype)) for x in xs]
-            loss = stage.loss(stage.module(packed([v.clone() for v in inputs], whole)), target[n])
+            with around(stage):
+                loss = stage.loss(stage.module(packed([v.clone() for v in inputs], whole)), target[n])
             wanted = differentiated([loss], [seeds[n].to(loss.dtype)], [*inputs, *stage.params])
         mine = [None if gx is None else gx[n] for gx in found[: len(xs)]]
         _must_be_close([losses[n], *mine], [loss, *wanted[: len(xs)]], rough)
@@ -200,7 +204,7 @@ def check_plain(stages: Sequence[Stage], x: Any) -> Traits:
     states = [generator.get_state() for generator in draws]
     seen = [b._version for b in module.buffers()]
     given = [v.clone() for v in xs]
-    with untouched(module), accelerators.forked([xs[0].device]), torch.no_grad():
+    with untouched(module), accelerators.forked([xs[0].device]), torch.no_grad(), around(stages[0]):
         ys = module(packed(given, type(x) is tuple))
         changed = seen != [b._version for b in module.buffers()]
         now = [generator.get_state() for generator in draws]
@@ -276,7 +280,8 @@ def _both(
     """Return a module's outputs for xs, and the gradients of the inputs and of the stage's weights."""
     with torch.enable_grad(), untouched(stage.module):
         inputs = [x.detach().clone().requires_grad_(floating(x.dtype)) for x in xs]
-        ys = leaves(module(packed([x.clone() for x in inputs], whole)))  # copies: the module may change them in place
+        with around(stage):
+            ys = leaves(module(packed([x.clone() for x in inputs], whole)))  # copies: it may change them in place
         return ys, differentiated(ys, gs, [*inputs, *stage.params])
 
 

@@ -23,6 +23,7 @@ from pipeback.stages.compiled import Options
 from pipeback.stages.flight import Flight
 from pipeback.stages.stage import Stage
 from pipeback.stages.tracing_lock import TRACING
+from pipeback.tensors.accelerators import under
 from pipeback.tensors.layout import Message
 from pipeback.vectorized.buffers.version_ring import VersionRing
 from pipeback.vectorized.buffers.waiting import Turns, Waiting
@@ -179,7 +180,7 @@ class Stack:
             what = next(v for v in tensors if type(v) is not Tensor or v.layout is not torch.strided)
             raise Unfit(f"they are given {type(what).__name__}, and not plain tensors")
         inputs = tuple((tuple(v.shape), v.dtype) for v in tensors)
-        return Kind(inputs, type(x) is tuple, self.mode)
+        return Kind(inputs, type(x) is tuple, self.mode, self.stages[0].casts)
 
     @property
     def mode(self) -> int:
@@ -202,7 +203,7 @@ class Stack:
             self._make_room(kind)
         if kind not in self._rings:
             try:
-                with TRACING:
+                with TRACING, under(()):
                     self._hold(self.maker.learn(kind, x))
             except Exception as error:  # whatever the user's code or torch raises: the stages still run one by one
                 told = str(error).strip().partition("\n")[0]
@@ -378,7 +379,7 @@ class Stack:
 
     def restore(self, stage: Stage, mb: int, plain: Sequence[Any], tensors: Sequence[Tensor]) -> FlightRow:
         """Put back the tensors that `FlightRow.tensors` gave. plain: what `FlightRow.written` gave."""
-        kind = Kind.read(plain)
+        kind = Kind.read(plain[:-1])
         row, rings = self._row_of[stage.index], self.rings(kind)
         while len(stage.flights) + 1 > rings.length:
             self._more(rings)

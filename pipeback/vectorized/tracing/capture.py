@@ -19,6 +19,7 @@ from torch import Tensor, fx, nn
 from torch.func import functional_call, grad, grad_and_value, vmap
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from pipeback.tensors import accelerators
 from pipeback.vectorized.tracing.convolutions import AS_PRODUCTS
 from pipeback.vectorized.tracing.forms import floating, leaves, packed
 from pipeback.vectorized.tracing.graphs import Graph, Graphs, direct
@@ -58,13 +59,15 @@ def capture(
     enters: bool = False,
     products: bool = False,
     shared: bool = False,
+    casts: accelerators.Autocast = (),
 ) -> Graphs:
     """Return the graphs of n modules like this one.
 
     weights: (n, …) by name; trainable ones require a gradient. xs: (n, …), the inputs; whole: given to the module as a
     tuple. rows: n. enters: whether the inputs have no gradients, since no stage stands before. products: whether
     convolutions of one sample are written as products of matrices. shared: whether the n inputs are all of one
-    module, whose weights have no dimension of rows. Raises `Unfit` where torch cannot trace n modules at once.
+    module, whose weights have no dimension of rows. casts: the autocast around the modules. Raises `Unfit` where torch
+    cannot trace n modules at once.
     """
     from functorch.compile import aot_function, default_partition, make_boxed_func  # takes a second to import
 
@@ -73,7 +76,8 @@ def capture(
 
     def one(values: Sequence[Tensor], *xs: Tensor) -> tuple[Tensor, ...]:
         given = [x.clone() for x in xs] if traits.clones else xs
-        ys = leaves(functional_call(module, dict(zip(names, values, strict=True)), (packed(given, whole),)))
+        with accelerators.under(casts):
+            ys = leaves(functional_call(module, dict(zip(names, values, strict=True)), (packed(given, whole),)))
         # the backward is traced for gradients with these strides, and the gradients that come are contiguous; an
         # output that were an input would not be an output of the graph
         return tuple(y.clone() if alias else y.contiguous() for y, alias in zip(ys, traits.aliases, strict=True))
@@ -152,13 +156,14 @@ def _forward_only(function: Callable[..., Any], given: Sequence[Tensor], weights
 
 
 def capture_loss_stage(
-    module: nn.Module, loss: Callable[[Any, Any], Tensor], x: Any, target: Any, *, clones: bool = False
-) -> Graph:
+    module: nn.Module, loss: Callable[[Any, Any], Tensor], x: Any, target: Any, *, clones: bool = False,
+    casts: accelerators.Autocast = (),
+) -> Graph:  # fmt: skip
     """Return the forward and backward of the stage with the loss as one graph.
 
     x: its input, a tensor or a tuple. The graph maps (*weights, *X, target) to (loss, *gradients of the inputs,
-    *gradients of the weights that train); an input without a gradient has None. clones: as for `capture`. Raises
-    `Unfit` where torch cannot trace it so.
+    *gradients of the weights that train); an input without a gradient has None. clones, casts: as for `capture`.
+    Raises `Unfit` where torch cannot trace it so.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, too
 
@@ -173,7 +178,8 @@ def capture_loss_stage(
         def of(some_inputs: Mapping[int, Tensor], some: Mapping[str, Tensor]) -> Tensor:
             mine = [some_inputs.get(n, v) for n, v in enumerate(inputs)]
             mine = [v.clone() for v in mine] if clones else mine
-            return loss(functional_call(module, {**values, **some}, (packed(mine, whole),)), target)
+            with accelerators.under(casts):
+                return loss(functional_call(module, {**values, **some}, (packed(mine, whole),)), target)
 
         (gxs, grads), found = grad_and_value(of, argnums=(0, 1))(
             {n: inputs[n] for n in moving}, {name: values[name] for name in trained}
@@ -189,13 +195,13 @@ def capture_loss_stage(
 
 def capture_losses(
     module: nn.Module, loss: Callable[[Any, Any], Tensor], xs: Sequence[Tensor], target: Tensor, *, whole: bool,
-    clones: bool = False,
+    clones: bool = False, casts: accelerators.Autocast = (),
 ) -> Graph:  # fmt: skip
     """Return the forward and backward of the stage with the loss, of n micro-batches at once, as one graph.
 
     xs, target: (n, …). The graph maps (*weights, *X, target, seeds) to (losses (n), *gradients of the inputs (n, …),
-    *gradients of the weights that train, each summed with the n `seeds` as factors). whole, clones: as for `capture`.
-    Raises `Unfit` where torch cannot trace it so.
+    *gradients of the weights that train, each summed with the n `seeds` as factors). whole, clones, casts: as for
+    `capture`. Raises `Unfit` where torch cannot trace it so.
     """
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import, too
 
@@ -211,7 +217,8 @@ def capture_losses(
         def of(some_inputs: Mapping[int, Tensor], some: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
             def one(target: Tensor, *mine: Tensor) -> Tensor:
                 mine = tuple(v.clone() for v in mine) if clones else mine
-                return loss(functional_call(module, {**values, **some}, (packed(mine, whole),)), target)
+                with accelerators.under(casts):
+                    return loss(functional_call(module, {**values, **some}, (packed(mine, whole),)), target)
 
             found = vmap(one)(target, *(some_inputs.get(n, v) for n, v in enumerate(inputs)))
             return (found * seeds).sum(), found

@@ -1,0 +1,185 @@
+"""Law: under autocast, stages that run as one train bit for bit what they train with autocast entered inside their
+modules and their loss, whenever their operations are done; and what the event loop trains, to the rounding of bfloat16.
+"""
+
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import mse_loss
+
+import pipeback
+from tests.helpers.choice import mostly_rare, rare
+from tests.laws.as_one import GROUPED, S, block, doubles, same, share_equally, through
+from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed, everything, weights
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+QUICK = ("pb", "cerebras", "pipedream", "gpipe-4", "one_f_one_b-3", "pipemare-t3", "spectrain-v2")
+ROUNDED = 1.6e-2
+
+
+def casts(on=True):
+    return torch.autocast("cpu", torch.bfloat16) if on else nullcontext()
+
+
+class Own(nn.Module):
+    """A layer that enters autocast itself, where it is told to."""
+
+    def __init__(self, layer, inside):
+        super().__init__()
+        self.layer, self.inside = layer, inside
+
+    def forward(self, x):
+        with casts(self.inside):
+            return self.layer(x)
+
+
+class OwnLoss(nn.Module):
+    def __init__(self, inside):
+        super().__init__()
+        self.inside = inside
+
+    def forward(self, y, target):
+        with casts(self.inside):
+            return mse_loss(y, target)
+
+
+def build(case, vectorize=True, inside=False, **options):
+    torch.manual_seed(0)
+    layers = [nn.Linear(6, 6), *[block() for _ in range(S - 2)], nn.Linear(6, 6, bias=False)]
+    name = next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
+    return pipeback.Pipeline(
+        nn.Sequential(*[Own(layer, inside) for layer in layers]), method=CASES[case](S), vectorize=vectorize,
+        **{"loss": OwnLoss(inside), "optimizer": OPTIMIZERS[name], **options},
+    )  # fmt: skip
+
+
+def batches(count=30):
+    return [(x.float(), y.float()) for x, y in doubles(count)]
+
+
+def trained(pipe, around=False, count=30, read=5):
+    """Losses, weights in flight and drained; some losses are read, outside of autocast, before others are known."""
+    losses = []
+    for n, (x, y) in enumerate(batches(count)):
+        with casts(around):
+            losses.append(pipe.push(x, y))
+        if n % read == 3:
+            float(losses[n // 2])
+    flying = weights(pipe)
+    pipe.drain()
+    return [torch.stack([loss.float() for loss in losses]), flying, weights(pipe)]
+
+
+def as_one(pipe):
+    return any(told.startswith("as one") for told in pipe.vectorized.values())
+
+
+@pytest.mark.parametrize("case", mostly_rare(STEADY, *QUICK))
+def test_autocast_around_pushes(case):
+    pipe, inside = build(case), build(case, inside=True)
+    found = trained(pipe, around=True)
+    assert as_one(pipe) and all(map(torch.equal, found, trained(inside)))
+
+
+@pytest.mark.parametrize("case", mostly_rare([case for case in STEADY if case not in GROUPED], *QUICK))
+def test_the_event_loop_rounds_likewise(case):
+    """With a loss of torch's own, which is part of a graph."""
+    pipe = build(case, loss=mse_loss)
+    found, wanted, plain = trained(pipe, True), *(trained(build(case, False), around) for around in (True, False))
+    assert as_one(pipe) and not torch.equal(wanted[2], plain[2])  # autocast matters
+    same([found[0][:6]], [wanted[0][:6]], within=ROUNDED)
+
+
+@pytest.mark.parametrize("case", mostly_rare(STEADY, "pb", "pipedream", "gpipe-4"))
+def test_a_loss_that_is_computed_outside(case):
+    def run(around, **options):
+        pipe = build(case, loss=None, **options)
+        with casts(around):
+            losses = through(pipe, batches(27))
+        pipe.drain()
+        return pipe, losses, weights(pipe)
+
+    pipe, *found = run(True)
+    assert as_one(pipe) and all(map(torch.equal, found, run(False, inside=True)[1:]))
+
+
+def test_a_loss_outside_is_computed_under_the_callers_autocast():
+    kinds = set()
+
+    def judge(n, output):
+        kinds.add((output.dtype, (output @ output.T).dtype))
+        return torch.ones_like(output)
+
+    pipe = build("pb", loss=None)
+    xs = [x for x, _ in batches(9)]
+    with casts():
+        (output,) = pipe.forward_many(xs, expected=9, judge=judge)
+    pipe.backward(torch.ones_like(output))
+    assert as_one(pipe) and kinds == {(torch.bfloat16, torch.bfloat16)}
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("case", ["pb", rare("cerebras"), rare("pipedream"), "gpipe-4"])
+def test_in_workers(case, monkeypatch):
+    share_equally(monkeypatch)
+    found = trained(build(case, workers=2), around=True)
+    assert all(map(torch.equal, found, trained(build(case, workers=2, inside=True))))
+
+
+@pytest.mark.parametrize("case", mostly_rare(STEADY, "pb", "cerebras", "pipedream", "gpipe-4", "pipemare-t3"))
+def test_autocast_that_comes_and_goes(case):
+    """Each micro-batch keeps that of its own push, forward and backward."""
+    found = []
+    for vectorize in (True, False):
+        pipe, losses = build(case, vectorize), []
+        for n, (x, y) in enumerate(batches(24)):
+            with casts(n // 4 % 2):
+                losses.append(pipe.push(x, y))
+        pipe.drain()
+        found.append([torch.stack([loss.float() for loss in losses[:8]])])
+        assert not vectorize or as_one(pipe)
+    same(*found, within=ROUNDED)
+
+
+def test_only_what_was_pushed_under_autocast_rounds(monkeypatch):
+    """Without delay nothing is in flight, so the pushes before the first autocast are those of float32."""
+    plain, mixed = (build("sgd", vectorize="auto", micro_batch_size=1) for _ in range(2))
+    for n, (x, y) in enumerate(batches(8)):
+        wanted = plain.push(x, y)
+        with casts(n == 6):
+            found = mixed.push(x, y)
+        assert torch.equal(found, wanted) == (n < 6)
+
+
+@pytest.mark.parametrize("case", mostly_rare(STEADY, "pb", "pipedream", "gap_aware"))
+def test_resumed_in_flight(case):
+    one = build(case)
+    for x, y in batches(11):
+        with casts():
+            one.push(x, y)
+    state, other = one.state_dict(), build(case)
+    for x, y in batches(2):
+        other.push(x, y)
+    other.load_state_dict(state)
+    for pipe in (one, other):
+        for x, y in batches(30)[11:]:
+            with casts():
+                pipe.push(x, y)
+        pipe.drain()
+    assert as_one(other) and torch.equal(everything(one), everything(other))
+
+
+def test_a_state_under_autocast_drains_as_it_began():
+    """Micro-batches in flight keep their casts in a state, where no push says so."""
+    one = build("pb")
+    for x, y in batches(11):
+        with casts():
+            one.push(x, y)
+    other = build("pb")
+    with casts():
+        other.load_state_dict(one.state_dict())
+    one.drain()
+    other.drain()
+    assert torch.equal(weights(one), weights(other))
