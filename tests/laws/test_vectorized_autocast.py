@@ -3,6 +3,7 @@ modules and their loss, whenever their operations are done; and what the event l
 """
 
 from contextlib import nullcontext
+from itertools import product
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
+from pipeback.vectorized.making.shared_graphs import SharedLosses
+from pipeback.vectorized.ticks.steady import Steady
 from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import GROUPED, S, block, doubles, same, share_equally, through
 from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed, everything, weights
@@ -35,6 +38,13 @@ class Own(nn.Module):
             return self.layer(x)
 
 
+class Single(nn.Module):
+    """Hands on what it is given in float32, so that stages see nothing of autocast."""
+
+    def forward(self, x):
+        return x.float()
+
+
 class OwnLoss(nn.Module):
     def __init__(self, inside):
         super().__init__()
@@ -45,9 +55,10 @@ class OwnLoss(nn.Module):
             return mse_loss(y, target)
 
 
-def build(case, vectorize=True, inside=False, **options):
+def build(case, vectorize=True, inside=False, ends=nn.Identity, **options):
     torch.manual_seed(0)
-    layers = [nn.Linear(6, 6), *[block() for _ in range(S - 2)], nn.Linear(6, 6, bias=False)]
+    inner = [nn.Linear(6, 6), *[block() for _ in range(S - 2)]]
+    layers = [*[nn.Sequential(layer, ends()) for layer in inner], nn.Linear(6, 6, bias=False)]
     name = next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
     return pipeback.Pipeline(
         nn.Sequential(*[Own(layer, inside) for layer in layers]), method=CASES[case](S), vectorize=vectorize,
@@ -92,12 +103,15 @@ def test_the_event_loop_rounds_likewise(case):
     same([found[0][:6]], [wanted[0][:6]], within=ROUNDED)
 
 
-@pytest.mark.parametrize("case", mostly_rare(STEADY, "pb", "pipedream", "gpipe-4"))
-def test_a_loss_that_is_computed_outside(case):
+@pytest.mark.parametrize(("case", "sizes"), mostly_rare(
+    product(STEADY, [(8, 3, 1, 8, 5, 2), (12, 15)]), ("pb", (12, 15)), ("pipedream", (8, 3, 1, 8, 5, 2)),
+    ("gpipe-4", (12, 15)),
+))  # fmt: skip
+def test_a_loss_that_is_computed_outside(case, sizes):
     def run(around, **options):
         pipe = build(case, loss=None, **options)
         with casts(around):
-            losses = through(pipe, batches(27))
+            losses = through(pipe, batches(27), sizes)
         pipe.drain()
         return pipe, losses, weights(pipe)
 
@@ -128,19 +142,44 @@ def test_in_workers(case, monkeypatch):
     assert all(map(torch.equal, found, trained(build(case, workers=2, inside=True))))
 
 
-@pytest.mark.parametrize("case", mostly_rare(STEADY, "pb", "cerebras", "pipedream", "gpipe-4", "pipemare-t3"))
-def test_autocast_that_comes_and_goes(case):
-    """Each micro-batch keeps that of its own push, forward and backward."""
+@pytest.mark.parametrize(("case", "ends"), mostly_rare(
+    product(STEADY, [nn.Identity, Single]), ("pb", Single), ("cerebras", nn.Identity), ("pipedream", nn.Identity),
+    ("gpipe-4", Single), ("pipemare-t3", nn.Identity),
+))  # fmt: skip
+def test_autocast_that_comes_and_goes(case, ends):
+    """Each micro-batch keeps that of its own push, forward and backward; the last stage's graph, too."""
+    xs, ys = map(torch.cat, zip(*batches(48), strict=True))
     found = []
     for vectorize in (True, False):
-        pipe, losses = build(case, vectorize), []
-        for n, (x, y) in enumerate(batches(24)):
-            with casts(n // 4 % 2):
+        pipe, losses = build(case, vectorize, ends=ends, loss=mse_loss, micro_batch_size=3), []
+        for n, (x, y) in enumerate(zip(xs.split(36), ys.split(36), strict=True)):
+            with casts(n % 2):
                 losses.append(pipe.push(x, y))
         pipe.drain()
-        found.append([torch.stack([loss.float() for loss in losses[:8]])])
+        found.append([torch.stack([loss.float() for loss in losses])])
         assert not vectorize or as_one(pipe)
     same(*found, within=ROUNDED)
+
+
+@pytest.mark.parametrize(("case", "kind", "name"), [
+    ("pb", Steady, "_as_graph"), ("gpipe-4", SharedLosses, "_traced"),
+])  # fmt: skip
+def test_the_last_stage_has_a_graph_for_every_autocast(case, kind, name, monkeypatch):
+    """Also where what it is given is of the same type."""
+    made, original = [], getattr(kind, name)
+
+    def noted(self, *args):
+        stage = self.last if kind is Steady else self._stage
+        made.append(stage.casts)
+        return original(self, *args)
+
+    monkeypatch.setattr(kind, name, noted)
+    pipe = build(case, ends=Single, loss=mse_loss, micro_batch_size=3)
+    xs, ys = map(torch.cat, zip(*batches(80), strict=True))
+    for n, (x, y) in enumerate(zip(xs.split(120), ys.split(120), strict=True)):
+        with casts(n % 2):
+            pipe.push(x, y)
+    assert dict.fromkeys(made) == dict.fromkeys([(), (("cpu", torch.bfloat16),)])
 
 
 def test_only_what_was_pushed_under_autocast_rounds(monkeypatch):
@@ -183,3 +222,12 @@ def test_a_state_under_autocast_drains_as_it_began():
     one.drain()
     other.drain()
     assert torch.equal(weights(one), weights(other))
+
+
+def test_ticks_are_whole(leapt):
+    """Graphs hand on tensors of the types that the stages do, so that all stages fit into a tick."""
+    pipe = build("pb", loss=mse_loss, micro_batch_size=3)
+    with casts():
+        pipe.push(*map(torch.cat, zip(*batches(40), strict=True)))
+    pipe.drain()
+    assert sum(leapt) > 25

@@ -220,7 +220,8 @@ def check_plain(stages: Sequence[Stage], x: Any) -> Traits:
         place = y.untyped_storage().data_ptr()
         aliases.append(place in there)
         there.add(place)
-    return Traits(any(v._version for v in given), tuple(aliases), type(ys) is tuple)
+    dtypes = tuple(y.dtype for y in leaves(ys))
+    return Traits(any(v._version for v in given), tuple(aliases), dtypes, type(ys) is tuple)
 
 
 @in_full_precision
@@ -379,6 +380,8 @@ def _alike(a: Tensor | None, b: Tensor | None, rough: bool) -> bool:
     """Whether two tensors are the same but for rounding, or there is neither. rough: something was in a half type."""
     if a is None or b is None:
         return a is b
+    if a.dtype != b.dtype:
+        return False
     if not floating(b.dtype):
         return torch.equal(a, b)
     far = torch.linalg.vector_norm((a - b).double())

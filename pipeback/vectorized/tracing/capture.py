@@ -40,11 +40,12 @@ class Traits(NamedTuple):
     """What a forward does beside computing.
 
     clones: whether it changes its input in place, and so is given a copy. aliases: of each output, whether it is an
-    input, or a view of something that is not its own. packs: whether the outputs are a tuple.
+    input, or a view of something that is not its own. dtypes: of the outputs. packs: whether these are a tuple.
     """
 
     clones: bool
     aliases: tuple[bool, ...]
+    dtypes: tuple[torch.dtype, ...]
     packs: bool
 
 
@@ -78,6 +79,8 @@ def capture(
         given = [x.clone() for x in xs] if traits.clones else xs
         with accelerators.under(casts):
             ys = leaves(functional_call(module, dict(zip(names, values, strict=True)), (packed(given, whole),)))
+        # what vmap makes of an operation under autocast may be of another type than the operation
+        ys = tuple(y.to(dtype) for y, dtype in zip(ys, traits.dtypes, strict=True))
         # the backward is traced for gradients with these strides, and the gradients that come are contiguous; an
         # output that were an input would not be an output of the graph
         return tuple(y.clone() if alias else y.contiguous() for y, alias in zip(ys, traits.aliases, strict=True))
