@@ -22,6 +22,7 @@ processes   two ranks against two such copies and against torch.distributed.pipe
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
 streamed_as_one
             stages that are alike and come from host memory, one by one and as one; pushed, and under Lightning
+autocast    under autocast to bfloat16: a plain loop, stages one by one and as one; pushed, and under Lightning
 splitting   seconds of cutting resnet50 into stages; the cost of passing dictionaries and long skips along
 lightning_devices
             the strategy over two devices, in two threads and on one device, with stages one by one and as one
@@ -52,7 +53,7 @@ from pipeback.recipes.provenance import command, heading, load, provenance
 SECTIONS = {
     name: name for name in (
         "table", "kernels", "scaling", "event_loop", "vectorized", "auto", "pushes", "threads", "processes",
-        "streaming", "streamed_as_one", "splitting", "research", "memory", "imports", "stability", "gpu",
+        "streaming", "streamed_as_one", "autocast", "splitting", "research", "memory", "imports", "stability", "gpu",
         "lightning_devices",
     )
 } | {"lightning": "under_lightning"}  # fmt: skip

@@ -43,7 +43,7 @@ class PushAutocast:
         self._casts = casts
         for stages in self._everywhere:
             for stage in stages:
-                stage.casts = casts
+                stage.learn(casts=casts)
 
     def around(self, part: Callable[P, R]) -> Callable[P, R]:
         """Return what does a part of the work under the autocast that this thread is inside."""

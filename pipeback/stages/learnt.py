@@ -1,4 +1,4 @@
-"""Learnt: what the rehearsal finds out about a stage."""
+"""Learnt: what the rehearsal finds out about a stage, and a push."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ import torch
 from torch import Tensor
 
 from pipeback.stages.module_settings import Settings
+from pipeback.tensors import accelerators
 
 
 class Learnt(NamedTuple):
-    """What the rehearsal has found out about a stage; before the rehearsal, what is safe to assume."""
+    """What the rehearsal and pushes have found out about a stage; before them, what is safe to assume."""
 
     mixed: bool = True  # inputs or gradients may come from another device
     alike: tuple[torch.Size, ...] | None = None  # for inputs of these shapes, gradients have the inputs' strides
@@ -22,3 +23,4 @@ class Learnt(NamedTuple):
     host_bytes: int = 0  # the same in host memory, where that is another place
     settings: Settings | None = None  # modes and numbers of the modules, as the last push found them
     repeat_bytes: int = 0  # what a forward done once more holds beyond that, until its backward is done
+    casts: accelerators.Autocast = ()  # what its forwards enter by themselves (`own_autocast`)

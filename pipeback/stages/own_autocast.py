@@ -19,7 +19,7 @@ def under_own_autocast(forward: Forward) -> Forward:
 
     @wraps(forward)
     def entered(stage: Any, *given: Any, **named: Any) -> Any:
-        if not stage.casts:
+        if not stage.learnt.casts:
             return forward(stage, *given, **named)
         with around(stage):
             return forward(stage, *given, **named)
@@ -29,17 +29,17 @@ def under_own_autocast(forward: Forward) -> Forward:
 
 def around(stage: Any) -> AbstractContextManager[None]:
     """A context under a stage's own autocast alone."""
-    return accelerators.under(stage.casts)
+    return accelerators.under(stage.learnt.casts)
 
 
 @contextmanager
 def casting(stages: Sequence[Any], casts: accelerators.Autocast) -> Iterator[None]:
     """A context within which this is the own autocast of these stages."""
-    before = [stage.casts for stage in stages]
+    before = [stage.learnt.casts for stage in stages]
     for stage in stages:
-        stage.casts = casts
+        stage.learn(casts=casts)
     try:
         yield
     finally:
         for stage, own in zip(stages, before, strict=True):
-            stage.casts = own
+            stage.learn(casts=own)

@@ -85,7 +85,6 @@ class Stage:
         self.learnt = Learnt()
         self.stack: StageStack | None = None  # the stages that it runs with as one
         self.keeping = keeping
-        self.casts: accelerators.Autocast = ()  # see `own_autocast`
 
     @property
     def last(self) -> bool:

@@ -28,6 +28,7 @@ class Fit(NamedTuple):
     workers: int | None = None
     vectorize: bool | str = False
     ahead: int | None = None
+    precision: str = "32-true"
 
 
 FITS = (
@@ -80,5 +81,5 @@ def seconds(number: int, fit: Fit) -> float:
         store=None if fit.ahead is None else HostStore(prefetch=fit.ahead),
     )  # fmt: skip
     with one_thread():
-        run(Module(number), batches, where, [clock], fit.devices)
+        run(Module(number), batches, where, [clock], fit.devices, fit.precision)
     return clock.per_batch()

@@ -139,12 +139,14 @@ class Clock(pl.Callback):
         self.ends = state["ends"]
 
 
-def run(module: Any, batches: Any, strategy: Any, callbacks: list[Any], devices: int = 1) -> None:
+def run(
+    module: Any, batches: Any, strategy: Any, callbacks: list[Any], devices: int = 1, precision: str = "32-true"
+) -> None:
     """Fit without logs, files and bars."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     quiet: dict[str, Any] = {
         "accelerator": "cpu", "devices": devices, "logger": False, "enable_checkpointing": False, "max_epochs": 1,
-        "enable_progress_bar": False, "enable_model_summary": False, "callbacks": callbacks,
+        "enable_progress_bar": False, "enable_model_summary": False, "callbacks": callbacks, "precision": precision,
     }  # fmt: skip
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of a loader without workers, of a run without a log

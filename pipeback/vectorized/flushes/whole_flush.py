@@ -249,7 +249,7 @@ class WholeFlush:
             value, packs = found
         if value is None:
             return None, ()
-        kind = Kind(tuple((tuple(v.shape[1:]), v.dtype) for v in value), packs, stack.mode, stage.casts)
+        kind = Kind(tuple((tuple(v.shape[1:]), v.dtype) for v in value), packs, stack.mode, stage.learnt.casts)
         key = id(stack), kind
         if key in self._unfit:
             return None, ()
@@ -308,7 +308,7 @@ class WholeFlush:
 
     def _loss_graph(self, stage: Stage, value: list[Tensor], target: Tensor, packs: bool) -> Any:
         forms = ((v.shape[1:], v.dtype) for v in (*value, target))
-        form = (packs, *forms, stage.module.training, id(stage.loss), stage.casts)
+        form = (packs, *forms, stage.module.training, id(stage.loss), stage.learnt.casts)
         with TRACING:
             try:
                 if form not in self._losses:

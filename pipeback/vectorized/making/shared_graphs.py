@@ -110,7 +110,7 @@ class SharedLosses:
             for some in (self._xs, [self._target])
         )
         return capture_losses(
-            stage.module, stage.loss, xs, target[0], whole=self.packed, clones=self._clones, casts=stage.casts
+            stage.module, stage.loss, xs, target[0], whole=self.packed, clones=self._clones, casts=stage.learnt.casts
         )
 
 

@@ -180,7 +180,7 @@ class Stack:
             what = next(v for v in tensors if type(v) is not Tensor or v.layout is not torch.strided)
             raise Unfit(f"they are given {type(what).__name__}, and not plain tensors")
         inputs = tuple((tuple(v.shape), v.dtype) for v in tensors)
-        return Kind(inputs, type(x) is tuple, self.mode, self.stages[0].casts)
+        return Kind(inputs, type(x) is tuple, self.mode, self.stages[0].learnt.casts)
 
     @property
     def mode(self) -> int:

@@ -27,7 +27,6 @@ def understudies(stages: Sequence[Stage], method: Method, options: Options) -> l
         module, optimizer = copy.deepcopy(stage.module), partial(_likewise, stage, options)
         made = Stage(stage.index, stage.stages, module, stage.name, method, optimizer, keeping=stage.keeping)
         made.learn(**stage.learnt._asdict())
-        made.casts = stage.casts
         found.append(made)
     return found
 

@@ -28,7 +28,7 @@ class OutputStage:
         """rows: the stage's weights. x: an input. Raises `Unfit` where the stage cannot be written as graphs."""
         self.stage, self.rows, self.form = stage, rows, form(x)
         xs = leaves(x)
-        kind = Kind(tuple((tuple(v.shape), v.dtype) for v in xs), type(x) is tuple, 0, stage.casts)
+        kind = Kind(tuple((tuple(v.shape), v.dtype) for v in xs), type(x) is tuple, 0, stage.learnt.casts)
         made = examples(kind, 1, xs[0].device)
         some = [a if floating(a.dtype) else v for a, v in zip(made, xs, strict=True)]
         self._graphs = verified([stage], rows.weights, rows.trained, some, kind, [0], 1).written.each(direct)

@@ -224,7 +224,7 @@ class Steady:
         return plain and torchs(stage.loss)
 
     def _modes(self) -> tuple[Any, ...]:
-        return self.last.module.training, listened(self.last.module), self.last.casts
+        return self.last.module.training, listened(self.last.module), self.last.learnt.casts
 
     def _judge(self, x: Any, i: int) -> LossStage | OutputStage | None:
         """Return the last stage as a graph, or None if it cannot be traced. x: its input, of micro-batch i."""
@@ -247,7 +247,7 @@ class Steady:
         if stage.loss is None:
             return OutputStage(stage, rows, x)
         clones = check_plain([stage], x).clones
-        graph = capture_loss_stage(stage.module, stage.loss, x, *target, clones=clones, casts=stage.casts)
+        graph = capture_loss_stage(stage.module, stage.loss, x, *target, clones=clones, casts=stage.learnt.casts)
         judged_alike(stage, graph, x, *target)
         return LossStage(stage, graph, rows, x, *target, check=self.worker.check_finite)
 
@@ -265,7 +265,7 @@ class Steady:
 
 def _outdated(stack: Stack, kind: Kind) -> bool:
     """Whether micro-batches of this kind come no more."""
-    return (kind.mode, kind.casts) != (stack.mode, stack.stages[0].casts)
+    return (kind.mode, kind.casts) != (stack.mode, stack.stages[0].learnt.casts)
 
 
 def _numerics() -> tuple[Any, ...]:
