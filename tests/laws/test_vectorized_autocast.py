@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
+from pipeback.vectorized.making import closeness
 from pipeback.vectorized.making.shared_graphs import SharedLosses
 from pipeback.vectorized.ticks.steady import Steady
 from tests.helpers.choice import mostly_rare, rare
@@ -231,3 +232,31 @@ def test_ticks_are_whole(leapt):
         pipe.push(*map(torch.cat, zip(*batches(40), strict=True)))
     pipe.drain()
     assert sum(leapt) > 25
+
+
+def kinked(stages=20):
+    torch.manual_seed(0)
+    return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.ReLU()) for _ in range(stages)])
+
+
+def test_units_that_rounding_turns_off_keep_no_stage_apart():
+    """In bfloat16, a stage of one sample whose ReLU is off where it is on in the graph has quite other gradients."""
+    pipe = pipeback.Pipeline(kinked(), loss=mse_loss, optimizer=OPTIMIZERS["momentum"], method="pb", vectorize=True)
+    with casts():
+        pipe.push(torch.randn(1, 64), torch.randn(1, 64))
+    assert [words.split(",")[0] for words in pipe.vectorized.values()] == ["as a graph", "as one"]
+
+
+def test_what_is_further_from_float64_than_the_stage_is_refused():
+    stage = build("pb", vectorize=False)._engine.stages[1]
+    x, g = torch.randn(3, 6), torch.randn(3, 6)
+    exact = closeness.exactly(stage, [x], [g], False)
+    assert {t.dtype for t in exact} == {torch.float64}
+    rounded = [t + 0.1 * t.norm() * torch.sign(t) for t in exact]  # a stage that rounding has moved far away
+
+    def alike(times, exactly=lambda: exact):
+        found = [e + times * (t - e) for e, t in zip(exact, rounded, strict=True)]
+        return closeness.all_alike(found, rounded, True, exactly)
+
+    assert alike(1.0) and alike(0.0) and alike(-1.0)
+    assert not alike(-1.0, lambda: None) and not alike(0.0, lambda: None) and not alike(-3.0) and not alike(4.0)

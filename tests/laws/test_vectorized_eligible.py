@@ -9,7 +9,7 @@ from torch.nn.functional import mse_loss
 
 import pipeback
 from pipeback import methods
-from pipeback.vectorized.making import verify
+from pipeback.vectorized.making import closeness
 from pipeback.vectorized.stacks import whole_cost
 from pipeback.vectorized.stacks.stack import Stack
 from tests.helpers.choice import diagonal, mostly_rare, rare
@@ -161,7 +161,8 @@ class Waves(Scaled):
 
 @pytest.mark.parametrize(("kind", "rough"), [(Scaled, False), (Waves, False), (Casting, True)])
 def test_only_half_types_are_compared_roughly(kind, rough, monkeypatch):
-    monkeypatch.setattr(verify, "ROUGH", -1.0)  # nothing is as close as that
+    monkeypatch.setattr(closeness, "ROUGH", -1.0)
+    monkeypatch.setattr(closeness, "TIMES", -1.0)  # nothing is as close as that
     some = [(x.float(), y.float()) for x, y in doubles(1)]
     pipe = trained("pb", some=some, build=partial(model, torch.float32, lambda: kind(1.0)), vectorize="auto")[0]
     assert all(stage.stack is None for stage in pipe._engine.stages[1:-1]) == rough

@@ -14,7 +14,8 @@ from torch import Tensor
 from pipeback.splitting.module_restore import untouched
 from pipeback.stages.own_autocast import around
 from pipeback.stages.stage import Stage
-from pipeback.vectorized.making.verify import differentiated, example, examples, row
+from pipeback.vectorized.making.closeness import differentiated
+from pipeback.vectorized.making.verify import example, examples, row
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
 from pipeback.vectorized.tracing.graphs import Graphs, direct
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial, wraps
-from itertools import chain
 from math import prod
 from typing import Any
 
@@ -20,15 +19,24 @@ from pipeback.stages.own_autocast import around, casting
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.vectorized.buffers.ring_buffers import RingBuffers, unfolded
+from pipeback.vectorized.making.closeness import (
+    Values,
+    alike,
+    all_alike,
+    differentiated,
+    exactly,
+    first,
+    near,
+    rounds,
+    same,
+    summed,
+)
 from pipeback.vectorized.making.sizes import Sizes
 from pipeback.vectorized.tracing.capture import Traits, Unfit, Unlike, capture
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
 from pipeback.vectorized.tracing.graphs import Graph, Graphs
 from pipeback.vectorized.tracing.split_graph import recomputing
 
-# how far the gradients of both may differ, in units of the dtype's epsilon, since sums are in another order
-CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4}
-ROUGH = 0.05
 SCALES = (1.0, 0.001, 30.0, 1000.0)  # of test inputs: limits and thresholds show at large or small values
 
 
@@ -114,11 +122,11 @@ def resized_alike(graphs: Graphs, sizes: Sizes, weights: Sequence[Tensor], xs: S
             found_back = graphs.backward(*found[graphs.outputs :], *graphs.made(*mine), *back)
             return [*found[: graphs.outputs], *found_back[: every + len(xs)]]
 
-        wanted, rough = both(graphs, slice(None)), _rounds(*graphs[:3])
+        wanted, rough = both(graphs, slice(None)), rounds(*graphs[:3])
         for some in (slice(0, n - 1), slice(1, n), slice(n - 1, n)):
             found = both(sizes.at(some.stop - some.start)[0], some)
             for a, b in zip(found, wanted, strict=True):
-                if not _alike(a, None if b is None else b[some], rough):
+                if not alike(a, None if b is None else b[some], rough):
                     raise Unfit("fewer of them compute something else")
 
 
@@ -140,10 +148,11 @@ def judged_alike(stage: Stage, graph: Graph, x: Any, target: Any) -> None:
         each = iter(torch.autograd.grad(loss, [*moving, *stage.params], allow_unused=True))
         wanted = [*(next(each) if v.requires_grad else None for v in inputs), *each]
     found = graph(*(p.detach() for p in stage.module.parameters()), *leaves(x), target)
-    rough = _rounds(graph)
-    for a, b in zip(found, (loss, *wanted), strict=True):
-        if not (_alike(a, b, rough) or (b is None and not a.any())):
-            raise Unfit("its graph computes something else")
+    wanted = [loss, *wanted]
+    mine = [None if b is None and not a.any() else a for a, b in zip(found, wanted, strict=True)]
+    then, one = partial(_then, stage.loss, target), torch.ones_like(loss)
+    if not all_alike(mine, wanted, rounds(graph), partial(exactly, stage, inputs, [one], type(x) is tuple, then)):
+        raise Unfit("its graph computes something else")
 
 
 @in_full_precision
@@ -155,17 +164,20 @@ def shared_alike(stage: Stage, graphs: Graphs, xs: Sequence[Tensor], *, whole: b
         ys, saved = found[: graphs.outputs], found[graphs.outputs :]
         gs = [example(y.shape, y.dtype, y.device) for y in ys]
         back = graphs.backward(*saved, *graphs.made(*weights), *(gs[n] for n in graphs.gives))
-    rough = _rounds(*graphs[:3])
+    rough = rounds(*graphs[:3])
     trained = [n for n, p in enumerate(stage.module.parameters()) if p.requires_grad]
     grads, gxs = [back[n] for n in trained], back[len(weights) :]
     sums: list[Any] = [None] * len(trained)
+    exact: list[Callable[[], Values | None]] = []
     for n in range(count):
         outs, wanted = _both(stage, stage.module, [x[n] for x in xs], [g[n] for g in gs], whole)
         mine = [None if gx is None else gx[n] for gx in gxs]
         own = wanted[: len(xs)] if stage.index else [None] * len(xs)  # nobody needs that of the first stage's input
-        _must_be_close([*(y[n] for y in ys), *(mine if stage.index else own)], [*outs, *own], rough)
+        exact.append(partial(exactly, stage, [x[n] for x in xs], [g[n] for g in gs], whole))
+        some = [*(y[n] for y in ys), *(mine if stage.index else own)]
+        _must_be_close(some, [*outs, *own], rough, partial(first, exact[n], len(some)))
         sums = [g if total is None else total + g for total, g in zip(sums, wanted[len(xs) :], strict=True)]
-    _must_be_close(grads, sums, rough)
+    _must_be_close(grads, sums, rough, partial(summed, exact, len(trained)))
 
 
 @in_full_precision
@@ -176,7 +188,8 @@ def losses_alike(stage: Stage, graph: Graph, xs: Sequence[Tensor], target: Tenso
     with torch.no_grad():
         losses, *found = graph(*(p.detach() for p in stage.module.parameters()), *xs, target, seeds)
     sums: list[Any] = [None] * len(stage.params)
-    rough = _rounds(graph)
+    exact: list[Callable[[], Values | None]] = []
+    rough = rounds(graph)
     for n in range(len(target)):
         with torch.enable_grad(), untouched(stage.module):
             inputs = [x[n].detach().clone().requires_grad_(floating(x.dtype)) for x in xs]
@@ -184,13 +197,19 @@ def losses_alike(stage: Stage, graph: Graph, xs: Sequence[Tensor], target: Tenso
                 loss = stage.loss(stage.module(packed([v.clone() for v in inputs], whole)), target[n])
             wanted = differentiated([loss], [seeds[n].to(loss.dtype)], [*inputs, *stage.params])
         mine = [None if gx is None else gx[n] for gx in found[: len(xs)]]
-        _must_be_close([losses[n], *mine], [loss, *wanted[: len(xs)]], rough)
+        then, some = partial(_then, stage.loss, target[n]), [losses[n], *mine]
+        exact.append(partial(exactly, stage, [x[n] for x in xs], [seeds[n]], whole, then))
+        _must_be_close(some, [loss, *wanted[: len(xs)]], rough, partial(first, exact[n], len(some)))
         sums = [g if total is None else total + g for total, g in zip(sums, wanted[len(xs) :], strict=True)]
-    _must_be_close(found[len(xs) :], sums, rough)
+    _must_be_close(found[len(xs) :], sums, rough, partial(summed, exact, len(stage.params)))
 
 
-def _must_be_close(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None], rough: bool) -> None:
-    if not all(_alike(a, b, rough) for a, b in zip(found, wanted, strict=True)):
+def _then(loss: Callable[[Any, Any], Tensor], target: Any, y: Any) -> Tensor:
+    return loss(y, target)
+
+
+def _must_be_close(found: Values, wanted: Values, rough: bool, exact: Callable[[], Values | None]) -> None:
+    if not all_alike(found, wanted, rough, exact):
         raise Unfit("several micro-batches at once compute something else")
 
 
@@ -247,7 +266,7 @@ def _prove(
     for m in trained:
         if grads[m] is None:  # an optimizer skips it, and would not skip zeros
             raise Unfit(f"their {names[m]} is not used, and gets no gradient")
-    whole, rough = rings.kind.packed, _rounds(*graphs[:3])
+    whole, rough = rings.kind.packed, rounds(*graphs[:3])
     for r, stage in enumerate(stages):
         mine_x, mine_g = row(xs, r, n), row(gs, r, n)
         outs, wanted = _both(stage, stage.module, mine_x, mine_g, whole)
@@ -258,17 +277,16 @@ def _prove(
             like = partial(_as, stages[-1].module, stage)
             one, other = own(), _computed(stage, like, scaled, mine_g, whole)
             # kernels that add in any order have other bits at every call
-            bits = all(map(_same, one, other)) or all(map(_same, one, own()))
-            equal = _same if bits else partial(_near, rough=rough)
+            bits = all(map(same, one, other)) or all(map(same, one, own()))
+            equal = same if bits else partial(near, rough=rough)
             if not all(map(equal, one, other)):
                 raise Unlike(f"{stage.label} computes something else than {stages[-1].label}")
         of_inputs = [None if gx is None else row([gx], r, n)[0] for gx in gxs]
         if not stage.index:
             of_inputs = list(wanted[: len(xs)])
         mine_found = [*row(ys, r, n), *of_inputs, *row([grads[m] for m in trained], r, n)]
-        for a, b in zip(mine_found, [*outs, *wanted], strict=True):
-            if not _alike(a, b, rough):
-                raise Unlike(f"{stage.label} computes something else than {stages[0].label}")
+        if not all_alike(mine_found, [*outs, *wanted], rough, partial(exactly, stage, mine_x, mine_g, whole)):
+            raise Unlike(f"{stage.label} computes something else than {stages[0].label}")
 
 
 def row(tensors: Sequence[Tensor], r: int, rows: int) -> list[Tensor]:
@@ -292,17 +310,6 @@ def _computed(
     """Return the same in one list, without what nobody needs: the gradient of the first stage's input."""
     ys, grads = _both(stage, module, xs, gs, whole)
     return [*ys, *grads[0 if stage.index else len(xs) :]]
-
-
-def differentiated(ys: Sequence[Tensor], gs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]:
-    """Return the gradients of these inputs for gradients of the outputs ys."""
-    some = [(y, g) for y, g in zip(ys, gs, strict=True) if y.requires_grad]
-    moving = [x for x in inputs if x.requires_grad]
-    if not some or not moving:
-        return [None] * len(inputs)
-    roots, seeds = zip(*some, strict=True)
-    found = iter(torch.autograd.grad(roots, moving, seeds, allow_unused=True))
-    return [next(found) if x.requires_grad else None for x in inputs]
 
 
 def _as(other: nn.Module, stage: Stage, x: Any) -> Any:
@@ -366,31 +373,3 @@ def example(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> T
         return torch.zeros(shape, dtype=dtype, device=device)
     generator = torch.Generator(device).manual_seed(0)
     return torch.randn(shape, generator=generator, device=device, dtype=torch.float64).to(dtype)
-
-
-def _same(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is b or (a is not None and b is not None and torch.equal(a.nan_to_num(), b.nan_to_num()))
-
-
-def _near(a: Tensor | None, b: Tensor | None, rough: bool) -> bool:
-    return _alike(None if a is None else a.nan_to_num(), None if b is None else b.nan_to_num(), rough)
-
-
-def _alike(a: Tensor | None, b: Tensor | None, rough: bool) -> bool:
-    """Whether two tensors are the same but for rounding, or there is neither. rough: something was in a half type."""
-    if a is None or b is None:
-        return a is b
-    if a.dtype != b.dtype:
-        return False
-    if not floating(b.dtype):
-        return torch.equal(a, b)
-    far = torch.linalg.vector_norm((a - b).double())
-    within = ROUGH if rough else CLOSE.get(a.dtype, ROUGH)
-    return bool(far <= within * torch.linalg.vector_norm(b.double()) + 1e-12)
-
-
-def _rounds(*graphs: Graph) -> bool:
-    """Whether these compute in a half type, as under autocast, of whatever type their outputs are."""
-    nodes = chain(*(graph.__self__.graph.nodes for graph in graphs if hasattr(graph, "__self__")))
-    values = (node.meta.get("val") for node in nodes)
-    return any(isinstance(v, Tensor) and v.is_floating_point() and v.itemsize < 4 for v in values)
