@@ -19,6 +19,7 @@ from pipeback.recipes import bench, foreign
 from pipeback.recipes.benches import (
     against,
     auto,
+    autocast,
     contenders,
     deep,
     event_loop,
@@ -293,6 +294,21 @@ def test_stages_of_a_store_run_as_one_or_one_by_one(capsys):
     assert (
         len(rows) == 6 and all(float(row[1]) > 0 for row in rows) and rows[0][2] == rows[3][2] == "1.00 (1.00 … 1.00)"
     )
+
+
+def test_autocast(capsys, monkeypatch):
+    autocast.pushes(1, [vectorized.Case("tiny", Linear, 6, (1, 8), 4)])
+    head, _, *rows = cells(capsys.readouterr().out)
+    assert head == ["tiny", "ms/micro-batch", "of the plain loop"] and rows[0][2] == "1.00 (1.00 … 1.00)"
+    assert len(rows) == 5 and all(float(row[1]) > 0 for row in rows)
+    tiny = under_lightning.NARROW._replace(build=partial(network, 5), stages=5)
+    for where in (under_lightning, lightning_devices, autocast):
+        monkeypatch.setattr(where, "ONES", (tiny,))
+    monkeypatch.setattr(under_lightning, "COUNT", 1)
+    monkeypatch.setattr(lightning_devices, "BATCHES", 3)
+    autocast.fits(1, [0])
+    _, _, row = cells(capsys.readouterr().out)
+    assert row[0] == '`"auto"`, over stages one by one' and float(row[1].split()[0]) > 0
 
 
 def test_fits_whose_stages_come_from_a_store(capsys, monkeypatch):
