@@ -66,7 +66,7 @@ class Engine:
         self._intact = ModelCheck(self.model, self.stages, self.traced is None)
         self._followers = ReplicaSync(self.holding.everywhere)
         self.threads = options.threads is not None or built.replicas > 1 or self.ranks.several
-        self._casting = PushAutocast(self.holding.everywhere, options.debug.order)
+        self.casting = PushAutocast(self.holding.everywhere, options.debug.order)
         self._stacking, self.current = Stacking(built), Options(self.optimizers, 0)
         self._rehearsals = Rehearsals(self.holding, self.delays, warn=options.debug.weight_functions == "warn")
         self.observing, self.losses, self.progress = Observers(), LossWatch(options.debug.stop_at_nan), Progress()
@@ -234,7 +234,7 @@ class Engine:
     def do(self, what: Callable[[], Any], harmless: tuple[type[BaseException], ...] = ()) -> Any:
         """Do it. An error closes the pipeline, since a wave may be half done, unless it is one of `harmless`."""
         try:
-            with self._casting.off():
+            with self.casting.off():
                 return what()
         except BaseException as error:
             # an interrupt that has ended a thread is raised here, too
@@ -298,7 +298,7 @@ class Engine:
 
     def rehearse(self, batches: Sequence[Batch]) -> None:
         """Rehearse what has to be, and start with the first."""
-        self._casting.take(self._stacking.on or self.setting.skewed, self.wait)
+        self.casting.take(self._stacking.on or self.setting.skewed, self.wait)
         if not self._rehearsals.due(batches):
             return
         if self.runtime is not None:
@@ -344,7 +344,7 @@ class Engine:
 
     def _relay(self, x: Value, part: Callable[[Sequence[Stage], Value], Value]) -> None:
         assert isinstance(self.runtime, RankRunner)
-        part = self._casting.around(part)
+        part = self.casting.around(part)
         self.do(partial(self.runtime.relay, x, part, back=False, mb=None if self.kept is None else self.arrived))
 
     def _afford(self, micro_batches: int, samples: int) -> None:

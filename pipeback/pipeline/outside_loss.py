@@ -17,7 +17,6 @@ from pipeback.runtime.gone_ahead import Ahead
 from pipeback.runtime.outside_ticks import OutsideTicks
 from pipeback.runtime.runners import Answer, PushLoop, Runner, Threads, Ticks
 from pipeback.stages.flight import Value
-from pipeback.tensors import accelerators
 
 
 class OutsideLoss:
@@ -74,10 +73,10 @@ class OutsideLoss:
         engine.progress.came(len(xs))
         engine.came(len(xs))
 
-        casts = accelerators.casting()
+        judge = engine.casting.around(judge)
 
         def judged(n: int, output: Any) -> Value:
-            with telling(engine.ranks), accelerators.under(casts):
+            with telling(engine.ranks):
                 gradient = judge(n, self._shown(output, xs[n]))
                 if nothing(gradient):
                     raise ValueError(

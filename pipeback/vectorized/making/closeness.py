@@ -94,7 +94,7 @@ def same(a: Tensor | None, b: Tensor | None) -> bool:
 
 
 def near(a: Tensor | None, b: Tensor | None, rough: bool) -> bool:
-    """As `alike`, where numbers may be none."""
+    """As `alike`, where tensors may hold NaN or infinity."""
     return alike(None if a is None else a.nan_to_num(), None if b is None else b.nan_to_num(), rough)
 
 
