@@ -15,7 +15,7 @@ from pipeback.vectorized.making import closeness
 from pipeback.vectorized.making.shared_graphs import SharedLosses
 from pipeback.vectorized.ticks.steady import Steady
 from tests.helpers.choice import mostly_rare, rare
-from tests.laws.as_one import GROUPED, S, block, doubles, same, share_equally, through
+from tests.laws.as_one import S, block, doubles, same, share_equally, through
 from tests.laws.cases import CASES, OPTIMIZERS, STEADY, allowed, everything, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -94,13 +94,14 @@ def test_autocast_around_pushes(case):
     assert as_one(pipe) and all(map(torch.equal, found, trained(inside)))
 
 
-@pytest.mark.parametrize("case", mostly_rare([case for case in STEADY if case not in GROUPED], "cerebras"))
+@pytest.mark.parametrize("case", mostly_rare(STEADY, "cerebras"))
 def test_the_event_loop_rounds_likewise(case):
     """With a loss of torch's own, which is part of a graph."""
     pipe = build(case, loss=mse_loss)
     found, wanted, plain = trained(pipe, True), *(trained(build(case, False), around) for around in (True, False))
     assert as_one(pipe) and not torch.equal(wanted[2], plain[2])  # autocast matters
-    same([found[0][:6]], [wanted[0][:6]], within=ROUNDED)
+    far, rounding = ((a[0][:6] - wanted[0][:6]).abs().max() for a in (found, plain))
+    assert far <= 3 * rounding  # as one, other numbers round
 
 
 @pytest.mark.parametrize(("case", "sizes"), mostly_rare(
