@@ -69,7 +69,7 @@ def _reason(
     ):
         if value != plain:
             return f"{name}={value!r} does not go with stages as one; use {name}={plain!r}"
-    if (reason := _of_store(options, ranks)) is not None:
+    if (reason := _of_store(options)) is not None:
         return reason
     if found.step is not None:
         return (
@@ -80,15 +80,12 @@ def _reason(
     return None if hook is None else f"{hook} may look at gradients or weights amid a step; leave that hook out"
 
 
-def _of_store(options: StrategyOptions, ranks: int) -> str | None:
+def _of_store(options: StrategyOptions) -> str | None:
     """Return why weights that lie where the options say do not go with stages as one; None if they do."""
     if options.streaming.sparsity is not None:
         return "sparse weights do not go with stages as one; leave sparsity= out"
     if not isinstance(disk_store.create(options.store), HostStore | None):
         return f'store={options.store!r} does not go with stages as one; use store="host"'
-    if options.store is not None and (options.threads is not None or ranks > 1):
-        beside = f"workers={options.threads}" if options.threads is not None else f"{ranks} devices"
-        return f"store={options.store!r} with {beside} does not go with stages as one; use store=None"
     return None
 
 

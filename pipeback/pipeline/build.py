@@ -78,7 +78,8 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         parts, n = model.parts, len(model.parts)
         factories = by_stage(options.optimizer, model.model, parts)
         method = chosen(options.method, factories, parts)
-        options.check_together(method, n, replicas, ranks.count, home)
+        shards = ranks.several and replicas > 1 and not isinstance(home, DeviceStore | None)
+        options.check_together(method, n, replicas, ranks.count, home, shards=shards)
         every = kinds(options.activations, [part.name for part in parts])
         method.check_stages(n)
         delays = method.delays(n)
@@ -91,7 +92,6 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         for stage in stages:
             stage.take_names(named)
         names = aliases(model.model)
-        shards = ranks.several and replicas > 1 and not isinstance(home, DeviceStore | None)
         check_whole_weights(method, policy is not None, shards)
         if ranks.several and options.debug.take_back is not None:
             devices = {p.device.type for stage in stages for p in stage.weights}

@@ -81,10 +81,13 @@ class PipelineOptions(NamedTuple):
         ):  # 1 is no True, though equal to it
             raise ValueError(f'vectorize must be True, False, "auto" or "cuda_graph", but is {self.vectorize!r}')
 
-    def check_together(self, method: Any, stages: int, replicas: int, ranks: int, store: Store | None) -> None:
+    def check_together(
+        self, method: Any, stages: int, replicas: int, ranks: int, store: Store | None, *, shards: bool
+    ) -> None:
         """Raise ValueError or TypeError if options exclude each other, or do not fit the model, ranks or store.
 
         stages: how many the model has. replicas, ranks: how many there are. store: the one that holds the weights.
+        shards: whether every rank's store keeps a slice of each weight.
         """
         check_functions(method, self.loss, self.optimizer)
         check_workers(stages, ranks, self.threads)
@@ -140,10 +143,11 @@ class PipelineOptions(NamedTuple):
         ]
         if self.vectorize and isinstance(store, HostStore):
             among = [one for one in among if one[0] != "store"]
-            check_goes_with(f"vectorize={self.vectorize!r} with a store", ", or vectorize=False", [
-                workers, copies, ("ranks", ranks, 1, "ranks=1"),
-                ("vectorize", self.vectorize if self.vectorize == "cuda_graph" else True, True, "vectorize=True"),
-            ])  # fmt: skip
+            what, otherwise = f"vectorize={self.vectorize!r} with a store", ", or vectorize=False"
+            cuda = self.vectorize if self.vectorize == "cuda_graph" else True
+            check_goes_with(what, otherwise, [("vectorize", cuda, True, "vectorize=True")])
+            spread = replicas if shards else 1
+            check_goes_with(f"{what} over ranks", otherwise, [("replicas", spread, 1, "replicas=1")])
         elif self.vectorize and isinstance(store, DiskStore):
             in_memory = [("store", self.streaming.store, None, 'store="host"')]
             check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", in_memory)

@@ -33,7 +33,8 @@ class Stacking:
 
             if streams_flushes(built.method):
                 self.told[numbered("stage", range(len(built.holding.stages)))] = f"stage by stage: {STREAMED}"
-        self._waits = bool(options.vectorize) and built.holding.shared  # until it is known which stages a worker has
+        # until it is known which stages a worker has
+        self._waits = bool(options.vectorize) and built.holding.shared and not self.told
         self._tried = False
         self._seen: list[Any] = []  # what micro-batches give to the stages
         # where the loss is computed outside, how many micro-batches go forward before the last of them has been judged
@@ -53,11 +54,11 @@ class Stacking:
         self._waits = False
         from pipeback.vectorized.stacks.choose_stacks import stacked  # here, since most pipelines have no stacks
 
-        owner = self._holding.balance()
+        owner, count, most = self._holding.balance(), len(self._holding.stages), self._holding.most_as_one
         self.stacks = [
             stack
             for stages in self._own
-            for stack in stacked(stages, self._method, self._compile, self._graphed, len(self._holding.stages), owner)
+            for stack in stacked(stages, self._method, self._compile, self._graphed, count, owner, most)
         ]
 
     @property

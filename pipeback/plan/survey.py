@@ -195,8 +195,9 @@ def loops(facts: PlanInputs, prefetch: int | None) -> list[tuple[Loop, DryWorker
     found = []
     for mine in facts.workers:
         loads = {s: facts.stages[s].load for s in mine}
+        stacks = [stack for stack in facts.stacks if stack[0] in loads]
         dry = DryWorker(
-            loads, facts.depth, prefetch, chooser(method, facts.delays), asks(method), method.needs_entry, facts.stacks
+            loads, facts.depth, prefetch, chooser(method, facts.delays), asks(method), method.needs_entry, stacks
         )
         order = Order(method.schedule, facts.depth, policy=policy, near=max(1, prefetch or 0))
         loop = Loop(dry, order, method, placement=facts.placement, at_once=prefetch is not None)  # type: ignore[arg-type]

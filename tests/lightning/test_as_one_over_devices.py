@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 from lightning.pytorch.callbacks import ModelCheckpoint
 
+from pipeback.streaming.store import HostStore
 from tests.helpers.choice import mostly_rare
 from tests.laws import as_one
 from tests.laws.as_one import same
@@ -24,6 +25,8 @@ CASES = {
     "pb, a slice per batch": (2, dict(given={"micro_batch_size": None})),
     "pb, in float64": (2, dict(module=ranks.single, data=ranks.singles, precision="64-true")),
     "gpipe": (2, dict(method="gpipe")),
+    "pb, from host memory": (2, dict(given={**SLICES, "store": HostStore(prefetch=5)})),
+    "gap_aware, from host memory": (3, dict(method="gap_aware", given={**SLICES, "store": HostStore(prefetch=3)})),
     "interleaved": (2, dict(method="interleaved", given={**SLICES, "vectorize": "auto"})),
 }
 
@@ -44,7 +47,7 @@ def near(found, wanted):
     assert found["step"] == wanted["step"]
 
 
-@pytest.mark.parametrize("case", mostly_rare(CASES, "cerebras, clipped"))
+@pytest.mark.parametrize("case", mostly_rare(CASES, "cerebras, clipped", "pb, from host memory"))
 def test_devices_are_the_event_loop(case, crew):
     count, options = CASES[case]
     given = options.get("given", SLICES)

@@ -13,8 +13,8 @@ from tests.laws.test_vectorized_streaming import STREAMED
 from tests.lightning.test_as_one import BATCHES, Seeing, fitted
 
 
-def with_store(case, vectorize, ahead=5, **options):
-    return fitted(case, vectorize, where={"store": HostStore(prefetch=ahead)}, **options)
+def with_store(case, vectorize, ahead=5, workers=None, **options):
+    return fitted(case, vectorize, where={"store": HostStore(prefetch=ahead), "workers": workers}, **options)
 
 
 def alike(case, **options):
@@ -36,6 +36,12 @@ def test_every_method_is_the_event_loop(case, ahead):
     optimizer = next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
     how = alike(case, ahead=ahead, kind=lambda: Seeing(optimizer=optimizer))
     assert how.pipeline.traffic().peak_stages <= ahead + 1
+
+
+@pytest.mark.parametrize("case", mostly_rare(("pb", "cerebras", "pipedream"), "cerebras"))
+def test_threads(case):
+    """Each has stages of its own, which come from the store for it."""
+    alike(case, workers=2)
 
 
 @pytest.mark.parametrize("case", [rare(case) for case in STEADY if case not in STREAMED] or ["gpipe"])
@@ -147,15 +153,8 @@ def test_weights_that_training_step_looks_at(first, stored):
     run("pb", False, kind=Looking, max_epochs=1)
 
 
-@pytest.mark.parametrize(
-    ("where", "told"),
-    [
-        ({"store": "disk:{}"}, 'does not go with stages as one; use store="host"'),
-        ({"store": "host", "workers": 2}, "with workers=2 does not go with stages as one; use store=None"),
-    ],
-)
-def test_stores_that_do_not_go_with_it(where, told, tmp_path):
-    where = {name: value.format(tmp_path) if name == "store" else value for name, value in where.items()}
+def test_a_disk_store_does_not_go_with_it(tmp_path):
+    where, told = {"store": f"disk:{tmp_path}"}, 'does not go with stages as one; use store="host"'
     _, how = fitted("pb", "auto", where=where, max_epochs=1)
     assert told in how.vectorized["all stages"]
     with pytest.raises(ValueError, match=f"vectorize=True: .*{told}"):

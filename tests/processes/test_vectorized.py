@@ -2,6 +2,7 @@
 
 import pytest
 
+from pipeback.streaming.store import HostStore
 from tests.helpers.choice import rare
 from tests.laws.as_one import S
 from tests.laws.cases import CASES, STEADY
@@ -10,6 +11,8 @@ from tests.processes.cases import as_one, far, judge_fails, judged, none_alike, 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
 APART = [case for case in STEADY if CASES[case](S).chunks == 1]  # no rank has several parts of the stages
+# with a store, no flushes or groups
+STREAMED = [case for case in APART if any(CASES[case](S).delays(S)) and not CASES[case](S).fixed_groups]
 
 
 def odd_cases(crew, ranks, cases, **options):
@@ -31,6 +34,16 @@ def odd_cases(crew, ranks, cases, **options):
 )  # fmt: skip
 def test_ranks_equal_the_event_loop(crew, ranks, cases):
     assert odd_cases(crew, ranks, cases) == {}
+
+
+@pytest.mark.parametrize(
+    ("ranks", "cases", "ahead"),
+    [(2, ["cerebras", "pipedream"], 5), rare(3, ["gap_aware"], 3), rare(2, STREAMED, 3), rare(3, STREAMED, 5)],
+    ids=lambda value: "all" if value is STREAMED else str(value),
+)
+def test_ranks_with_stores(crew, ranks, cases, ahead):
+    """Each rank's stages come to its device from a store of its own."""
+    assert odd_cases(crew, ranks, cases, store=HostStore(prefetch=ahead)) == {}
 
 
 def test_replicas_over_ranks(crew):
