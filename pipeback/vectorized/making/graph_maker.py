@@ -69,7 +69,8 @@ class GraphMaker:
             found = ways(*given, recompute=recompute)
             self.tried = [one for one in found if not (self.rows.streamed and one.way.last)]
             return self._taken(self.tried[0])
-        rings = verified(*given, recompute=recompute, products=self.way.products)
+        # a compiler remembers graphs by their code, and only so many forms of each
+        rings = verified(*given, recompute=recompute, products=self.way.products, fresh=True)
         if self.fuse is not None:
             large = [n for n in self.rows.trained if self.rows.weights[n].nbytes > LARGE]
             rings = rings.packed(large)

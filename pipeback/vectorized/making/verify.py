@@ -31,6 +31,7 @@ from pipeback.vectorized.making.closeness import (
     same,
     summed,
 )
+from pipeback.vectorized.making.known_graphs import known
 from pipeback.vectorized.making.sizes import Sizes
 from pipeback.vectorized.tracing.capture import Traits, Unfit, Unlike, capture
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
@@ -63,15 +64,16 @@ def verified(
     *,
     recompute: bool = False,
     products: bool = False,
+    fresh: bool = False,
 ) -> RingBuffers:
     """Return ring buffers with graphs of the stages for micro-batches like xs, the input tensors of one stage.
 
     weights: (n, …), of which those of the numbers `trained` get gradients. places, length: of the rings, in
-    micro-batches. recompute: whether the backward (B) repeats the forward (F). products: see `capture`. Raises `Unfit`
-    where the stages cannot run as one.
+    micro-batches. recompute: whether the backward (B) repeats the forward (F). products: see `capture`. fresh: see
+    `captured`. Raises `Unfit` where the stages cannot run as one.
     """
     n = len(stages)
-    graphs = captured(stages, weights, xs, kind, n, products=products)
+    graphs = captured(stages, weights, xs, kind, n, products=products, fresh=fresh)
     graphs = recomputing(graphs) if recompute else graphs
     every = _repeated(xs, n)
     with torch.no_grad(), casting(stages, kind.casts):
@@ -85,11 +87,11 @@ def verified(
 
 def captured(
     stages: Sequence[Stage], weights: Sequence[Tensor], xs: Sequence[Tensor], kind: Kind, rows: int, *, products: bool,
-    shared: bool = False,
+    shared: bool = False, fresh: bool = False,
 ) -> Graphs:  # fmt: skip
     """Return the graphs of stages like these, for so many rows: as many as `weights` have. Raises `Unfit`.
 
-    shared: the rows are micro-batches of one stage, whose weights these are.
+    shared: the rows are micro-batches of one stage, whose weights these are. fresh: they are traced for this call.
     """
     like = stages[-1].module  # not the first stage: in a traced model its input has no gradient
     pairs = zip([name for name, _ in like.named_parameters()], weights, like.parameters(), strict=True)
@@ -98,10 +100,12 @@ def captured(
         with casting(stages, kind.casts):
             traits = check_plain(stages, packed(xs, kind.packed))
         enters = len(stages) == 1 and not stages[0].index
-        return capture(
-            like, named, _repeated(xs, rows), traits, rows=rows, whole=kind.packed, enters=enters, products=products,
-            shared=shared, casts=kind.casts,
-        )  # fmt: skip
+        every, how = _repeated(xs, rows), (rows, kind.packed, enters, products, shared, kind.casts)
+        trace = partial(capture, like, named, every, traits, *how)
+        if fresh:
+            return trace()
+        forms = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in (*weights, *every))
+        return known(like, (forms, traits, how), trace)
     finally:
         for w in weights:
             w.requires_grad_(False)

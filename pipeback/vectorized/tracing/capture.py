@@ -54,7 +54,6 @@ def capture(
     weights: Mapping[str, Tensor],
     xs: Sequence[Tensor],
     traits: Traits,
-    *,
     rows: int,
     whole: bool = False,
     enters: bool = False,
