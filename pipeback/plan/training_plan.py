@@ -94,6 +94,9 @@ def hidden(facts: PlanInputs, push: Forecast, micro_batches: int) -> tuple[int |
     def waits(m: int) -> bool:
         return (push if m == micro_batches else foresee(facts, m)).share > HIDDEN
 
+    if facts.outside and any(facts.delays) and not facts.stacks:  # micro-batches go one by one, however many are pushed
+        return (None, None) if waits(1) else (1, None)
+
     def edge(inside: int, outside: int) -> int:
         """The last number that is still inside."""
         while abs(outside - inside) > max(1, max(inside, outside) // 16):

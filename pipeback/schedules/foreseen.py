@@ -9,34 +9,56 @@ from pipeback.schedules.ops import Op
 
 
 class Foreseen(Iterator[Op]):
-    """A program whose next operations can be looked at in advance."""
+    """A program whose next operations can be looked at in advance. Its forwards are in the order of the micro-batches,
+    and so are its backwards.
+    """
 
     def __init__(self, program: Iterator[Op]) -> None:
         self._program = program
         self._seen: deque[Op] = deque()
+        self._taken = self._read = 0  # how many operations were taken, and read from the program
+        # of the operations seen: micro-batch and place of each forward and of each backward
+        self._forwards: deque[tuple[int, int]] = deque()
+        self._backwards: deque[tuple[int, int]] = deque()
 
     def __next__(self) -> Op:
-        return self._seen.popleft() if self._seen else next(self._program)
+        if not self._seen and not self._see():
+            raise StopIteration
+        op = self._seen.popleft()
+        self._taken += 1
+        for places in (self._forwards, self._backwards):
+            if places and places[0][1] < self._taken:
+                places.popleft()
+        return op
 
     def run(self, head: Op, forwards: int, backwards: int, most: int) -> int:
         """How many operations from `head` on could be done in a row, `most` at most.
 
-        forwards, backwards: how many the stages before and behind have done.
+        head: the operation that was taken last. forwards, backwards: how many the stages before and behind have done.
         """
-        for n, op in enumerate((head, *self.look(most))):
-            if (op.kind == "F" and op.mb >= forwards) or (op.kind in "BI" and op.mb >= backwards):
-                return n
+        if (head.kind == "F" and head.mb >= forwards) or (head.kind in "BI" and head.mb >= backwards):
+            return 0
+        for places, done in ((self._forwards, forwards), (self._backwards, backwards)):
+            while not places or places[-1][0] < done:
+                if len(self._seen) >= most or not self._see():
+                    break
+            else:
+                n = places[max(0, done - places[0][0])][1] - self._taken + 1
+                most = min(most, n)
         return most
 
-    def look(self, most: int) -> Iterator[Op]:
-        """Yield the next operations without taking them, `most` at most."""
-        for n in range(most):
-            if n == len(self._seen):
-                op = next(self._program, None)
-                if op is None:
-                    return
-                self._seen.append(op)
-            yield self._seen[n]
+    def _see(self) -> bool:
+        """Read an operation of the program; return whether there is one."""
+        op = next(self._program, None)
+        if op is None:
+            return False
+        self._seen.append(op)
+        if op.kind == "F":
+            self._forwards.append((op.mb, self._read))
+        elif op.kind in "BI":
+            self._backwards.append((op.mb, self._read))
+        self._read += 1
+        return True
 
 
 def richest(ready: list[int], near: deque[int], run: Callable[[int], int]) -> int:

@@ -6,7 +6,7 @@ import pytest
 from torch.nn.functional import mse_loss
 
 import pipeback
-from pipeback.plan.forecast import fills
+from pipeback.plan.forecast import fills, foresee
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import HostStore
 from tests.helpers.choice import mostly_rare
@@ -74,3 +74,14 @@ def test_with_files(tmp_path):
 )
 def test_stages_as_one(case, ahead, count):
     agree(case, HostStore(prefetch=ahead), count, through_ticks, vectorize=True)
+
+
+@pytest.mark.parametrize("case", ["pb", "cerebras", "pipedream"])
+def test_waiting_does_not_depend_on_how_many_go_one_by_one(case):
+    pipe = pipeback.Pipeline(
+        model(), loss=None, optimizer=OPTIMIZERS["momentum"], method=CASES[case](S), store=HostStore(prefetch=1)
+    )
+    plan = pipe.plan(doubles(1)[0][0], expected=3)
+    assert plan.push.share > 0
+    for count in (1, 2, 8, 21):
+        assert foresee(plan.facts, count).share == pytest.approx(plan.push.share, rel=1e-6)

@@ -164,7 +164,9 @@ def alive(group):
     lines = subprocess.run(
         ["ps", "-axo", "pgid=,stat="], check=True, text=True, capture_output=True
     ).stdout.splitlines()
-    return any(int(pgid) == group and not state.startswith("Z") for pgid, state in map(str.split, lines))
+    return any(
+        int(pgid) == group and not state.startswith("Z") for pgid, state in map(str.split, listed.stdout.splitlines())
+    )
 
 
 @pytest.mark.parametrize("all_of_them", [False, rare(True)])

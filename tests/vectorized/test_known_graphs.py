@@ -215,6 +215,6 @@ def test_the_oldest_ones_are_dropped(monkeypatch):
     monkeypatch.setattr(known_graphs, "MOST", 3)
     for width in range(2, 8):
         layer = nn.Linear(width, width)
-        known_graphs.known(layer, (), lambda: (lambda: None))
-        known_graphs.known(layer, (1,), lambda: (lambda: None))
+        known_graphs.known(layer, (), lambda: lambda: None)
+        known_graphs.known(layer, (1,), lambda: lambda: None)
     assert len(known_graphs._KNOWN) == 3
