@@ -161,12 +161,9 @@ def within(seconds, true):
 
 def alive(group):
     """Whether a process of this group runs; those that nobody has asked for their exit status have ended."""
-    lines = subprocess.run(
-        ["ps", "-axo", "pgid=,stat="], check=True, text=True, capture_output=True
-    ).stdout.splitlines()
-    return any(
-        int(pgid) == group and not state.startswith("Z") for pgid, state in map(str.split, listed.stdout.splitlines())
-    )
+    listed = subprocess.run(["ps", "-axo", "pgid=,stat="], check=True, text=True, capture_output=True).stdout
+    each = map(str.split, listed.splitlines())
+    return any(int(pgid) == group and not state.startswith("Z") for pgid, state in each)
 
 
 @pytest.mark.parametrize("all_of_them", [False, rare(True)])
