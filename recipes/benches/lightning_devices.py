@@ -4,6 +4,7 @@ device: with stages one by one, and as one where that is faster.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -39,6 +40,15 @@ FITS = (
     Fit('two threads, `"auto"`', workers=2, vectorize="auto"),
     Fit('two devices, `"auto"`', devices=2, vectorize="auto"),
 )
+AHEAD = 7  # stages that a device fetches ahead
+STORED = (
+    Fit("one device", ahead=AHEAD),
+    Fit("two threads", workers=2, ahead=AHEAD),
+    Fit("two devices", devices=2, ahead=AHEAD),
+    Fit("one device, as one", vectorize=True, ahead=AHEAD),
+    Fit("two threads, as one", workers=2, vectorize=True, ahead=AHEAD),
+    Fit("two devices, as one", devices=2, vectorize=True, ahead=AHEAD),
+)
 
 
 class Module(pl.LightningModule):
@@ -58,18 +68,23 @@ class Module(pl.LightningModule):
 
 
 def main(repeats: int) -> None:
-    """Print a table of the fits, of which those of a turn follow each other."""
+    """Print a table of fits, of which those of a turn follow each other, and one with weights from host memory."""
+    print("Lightning with `pb`, batches of 64 micro-batches of one sample; a device is a process with a core.\n")
+    compare(FITS, repeats, "samples per second")
+    print(f"\nThe same with weights in host memory, and `prefetch={AHEAD}`:\n")
+    compare(STORED, repeats, "samples per second, from host memory")
+
+
+def compare(fits: Sequence[Fit], repeats: int, words: str) -> None:
+    """Print a table of such fits, over the first one; and of those whose stages run as one, over the first of these."""
+    first = next(n for n, fit in enumerate(fits) if fit.vectorize)
+    pairs = [*((0, n) for n in range(1, len(fits))), *((first, n) for n in range(first + 1, len(fits)))]
     columns = []
     for number in CASES:
-        turns = [[seconds(number, fit) for fit in FITS] for _ in range(repeats)]
-        one, *_, one_auto, threads_auto, two_auto = every = list(zip(*turns, strict=True))
-        pairs = *((one, some) for some in every[1:]), (one_auto, threads_auto), (one_auto, two_auto)
-        columns.append([spread([a / b for a, b in zip(*pair, strict=True)]) for pair in pairs])
-    words = *(f"{fit.words}, over one device" for fit in FITS[1:]), *(f'{n}, over one device with `"auto"`' for n in
-             (FITS[-2].words, FITS[-1].words))  # fmt: skip
-    print("Lightning with `pb`, batches of 64 micro-batches of one sample; a device is a process with a core.\n")
-    rows = [[name, *cells] for name, *cells in zip(words, *columns, strict=True)]
-    print(table(["samples per second", *(ONES[number].words for number in CASES)], rows))
+        every = list(zip(*([seconds(number, fit) for fit in fits] for _ in range(repeats)), strict=True))
+        columns.append([spread([x / y for x, y in zip(every[a], every[b], strict=True)]) for a, b in pairs])
+    rows = zip([f"{fits[b].words}, over {fits[a].words}" for a, b in pairs], *columns, strict=True)
+    print(table([words, *(ONES[number].words for number in CASES)], [list(row) for row in rows]), flush=True)
 
 
 def seconds(number: int, fit: Fit) -> float:

@@ -328,6 +328,22 @@ def test_fits_whose_stages_come_from_a_store(capsys, monkeypatch):
     assert rows[0][1] == "1.00 (1.00 … 1.00)"
 
 
+def test_fits_of_threads(capsys, monkeypatch):
+    tiny = under_lightning.NARROW._replace(build=partial(network, 5), stages=5)
+    for where in (under_lightning, lightning_devices):
+        monkeypatch.setattr(where, "ONES", (tiny,))
+    monkeypatch.setattr(under_lightning, "COUNT", 1)
+    monkeypatch.setattr(lightning_devices, "BATCHES", 3)
+    monkeypatch.setattr(lightning_devices, "CASES", (0,))
+    lightning_devices.compare([fit for fit in lightning_devices.STORED if fit.devices == 1], 1, "samples per second")
+    _, _, *rows = cells(capsys.readouterr().out)
+    assert [row[0] for row in rows] == [
+        "two threads, over one device", "one device, as one, over one device", "two threads, as one, over one device",
+        "two threads, as one, over one device, as one",
+    ]  # fmt: skip
+    assert all(float(row[1].split()[0]) > 0 for row in rows)
+
+
 def test_a_tree_that_is_none(tmp_path):
     with pytest.raises(SystemExit, match="there is no pipeback/__init__.py in it; .* git worktree add --detach"):
         against.main(1, {}, str(tmp_path))
