@@ -2,6 +2,8 @@
 rounding, and hold and move what the plan says.
 """
 
+import time
+
 import pytest
 import torch
 from torch import nn
@@ -208,6 +210,7 @@ def test_the_collector_agrees_with_the_declaration(case):
             pipe.push(x, y)
         del x, y
         pipe.wait()
+        time.sleep(0.1)  # the threads of the store let go of what they have handed over
         return pipe, pipe.memory(), tensors_alive() - before
 
     pipe, memory, found = bytes_held(store=store(5), vectorize=True)
