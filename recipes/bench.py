@@ -26,6 +26,8 @@ autocast    under autocast to bfloat16: a plain loop, stages one by one and as o
 splitting   seconds of cutting resnet50 into stages; the cost of passing dictionaries and long skips along
 lightning_devices
             the strategy over two devices, in two threads and on one device, with stages one by one and as one
+streamed_devices
+            the same with weights in host memory
 research    CPU milliseconds per update of 32 stages of width 48 under AdamW, by method, as sweeps train them
 memory      weight copies and method state, measured and declared; memory after 100 and after 10,000 micro-batches
 stability   largest stable ηλ on a quadratic, observed beside theory; only if it is named (benches/stability.py)
@@ -54,7 +56,7 @@ SECTIONS = {
     name: name for name in (
         "table", "kernels", "scaling", "event_loop", "vectorized", "auto", "pushes", "threads", "processes",
         "streaming", "streamed_as_one", "autocast", "splitting", "research", "memory", "imports", "stability", "gpu",
-        "lightning_devices",
+        "lightning_devices", "streamed_devices",
     )
 } | {"lightning": "under_lightning"}  # fmt: skip
 NAMED = {"stability", "gpu"}  # sections that run only if they are named

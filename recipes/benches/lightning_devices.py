@@ -40,15 +40,6 @@ FITS = (
     Fit('two threads, `"auto"`', workers=2, vectorize="auto"),
     Fit('two devices, `"auto"`', devices=2, vectorize="auto"),
 )
-AHEAD = 7  # stages that a device fetches ahead
-STORED = (
-    Fit("one device", ahead=AHEAD),
-    Fit("two threads", workers=2, ahead=AHEAD),
-    Fit("two devices", devices=2, ahead=AHEAD),
-    Fit("one device, as one", vectorize=True, ahead=AHEAD),
-    Fit("two threads, as one", workers=2, vectorize=True, ahead=AHEAD),
-    Fit("two devices, as one", devices=2, vectorize=True, ahead=AHEAD),
-)
 
 
 class Module(pl.LightningModule):
@@ -68,11 +59,9 @@ class Module(pl.LightningModule):
 
 
 def main(repeats: int) -> None:
-    """Print a table of fits, of which those of a turn follow each other, and one with weights from host memory."""
+    """Print a table of the fits, of which those of a turn follow each other."""
     print("Lightning with `pb`, batches of 64 micro-batches of one sample; a device is a process with a core.\n")
     compare(FITS, repeats, "samples per second")
-    print(f"\nThe same with weights in host memory, and `prefetch={AHEAD}`:\n")
-    compare(STORED, repeats, "samples per second, from host memory")
 
 
 def compare(fits: Sequence[Fit], repeats: int, words: str) -> None:

@@ -299,9 +299,11 @@ def test_a_state_of_more_stages_than_have_room_is_refused():
 # -- what runs as one --------------------------------------------------------------------------------------------------
 
 
-def test_auto_leaves_flushes_to_the_event_loop():
-    pipe, *found = trained("gpipe-4", store=store(5), vectorize="auto")
+@pytest.mark.parametrize("workers", [None, 2])
+def test_auto_leaves_flushes_to_the_event_loop(workers):
+    pipe, *found = trained("gpipe-4", store=store(5), vectorize="auto", workers=workers)
     assert all("stage by stage" in told for told in pipe.vectorized.values()) and pipe.vectorized
+    pipe.close()
     _, *wanted = trained("gpipe-4", store=store(5))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
 

@@ -101,6 +101,10 @@ def an_integer_of_the_same_value(module):
     module[3].p = 0
 
 
+def a_function_of_torch(module):
+    module[2].activation = nn.functional.relu
+
+
 def another_layer(module):
     module[2] = nn.ReLU()
 
@@ -129,7 +133,8 @@ def a_number_more(module):
     module.number = 3
 
 
-CHANGES = (other_eps, evaluates, one_evaluates, tanh_gelu, draws, an_integer_of_the_same_value, another_layer,
+CHANGES = (other_eps, evaluates, one_evaluates, tanh_gelu, draws, an_integer_of_the_same_value, a_function_of_torch,
+           another_layer,
            another_order, frozen, without_a_bias, one_weight_twice, one_layer_twice, a_number_more)  # fmt: skip
 
 
@@ -149,6 +154,14 @@ def a_list(module):
 
 def a_function_of_the_users(module):
     module[2].activation = lambda x: x
+
+
+def a_closure_of_torch(module):
+    module.function = torch.no_grad()(nn.functional.relu)
+
+
+def a_compiled_layer(module):
+    module[0].compile(backend="eager")
 
 
 def a_forward_of_its_own(module):
@@ -175,8 +188,8 @@ def a_parametrized_weight(module):
     nn.utils.parametrizations.weight_norm(module[0])
 
 
-UNKNOWN = (a_list, a_function_of_the_users, a_forward_of_its_own, a_buffer, a_hook, a_tensor, a_layer_of_the_users,
-           a_parametrized_weight)  # fmt: skip
+UNKNOWN = (a_list, a_function_of_the_users, a_closure_of_torch, a_compiled_layer, a_forward_of_its_own, a_buffer,
+           a_hook, a_tensor, a_layer_of_the_users, a_parametrized_weight)  # fmt: skip
 
 
 @pytest.mark.parametrize("change", UNKNOWN, ids=lambda change: change.__name__)

@@ -85,5 +85,7 @@ def _plain(value: Any) -> Hashable | None:
         every = tuple(map(_plain, value))
         return None if None in every else (type(value), every)
     if isinstance(value, (FunctionType, BuiltinFunctionType)):
-        return ("function", value) if str(value.__module__).partition(".")[0] in OURS else None
+        # what a closure holds is not looked into, and would be kept as long as the graph
+        ours = str(value.__module__).partition(".")[0] in OURS and getattr(value, "__closure__", None) is None
+        return ("function", value) if ours else None
     return (type(value), value) if isinstance(value, _PLAIN) and type(value) in _PLAIN else None
