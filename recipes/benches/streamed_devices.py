@@ -1,5 +1,5 @@
-"""Compares fits over two devices, and in two threads, whose weights come from host memory, with such fits on one device:
-with stages one by one, and as one.
+"""Compares fits whose weights come from host memory: over two devices and in two threads with fits on one device, with
+stages one by one, and as one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,6 @@ FITS = (
 
 def main(repeats: int) -> None:
     """Print a table of the fits, of which those of a turn follow each other."""
-    print(
-        "Lightning with `pb`, batches of 64 micro-batches of one sample, and weights in host memory, of which each device"
-    )
-    print(f"or thread fetches `prefetch={AHEAD}` stages ahead; a device is a process with a core.\n")
+    print("Lightning with `pb`, batches of 64 micro-batches of one sample, and weights in host memory. Each device or")
+    print(f"thread fetches {AHEAD} stages ahead (`prefetch={AHEAD}`); a device is a process with a core.\n")
     compare(FITS, repeats, "samples per second")
