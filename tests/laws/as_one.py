@@ -4,6 +4,7 @@ import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+from pipeback.plan.forecast import fills
 from tests.laws.cases import CASES, data, pipeline, weights
 
 S = 7
@@ -145,3 +146,23 @@ def share_equally(monkeypatch):
     """Let workers have equally many stages, however long each takes."""
     for place in ("distributed.held_stages", "pipeline.stacking"):
         monkeypatch.setattr(f"pipeback.{place}.balance", lambda seconds, workers: [s * workers // S for s in range(S)])
+
+
+def planned_and_counted(pipe, count):
+    """What the plan says of five pushes of so many micro-batches of three samples, and what five pushes have moved."""
+    some = iter(doubles(400))
+
+    def push():
+        x, y = (torch.cat(part) for part in zip(*[next(some) for _ in range(count)], strict=True))
+        return pipe.push(x, y)
+
+    x, y = (torch.cat(part) for part in zip(*doubles(count), strict=True))
+    plan = pipe.plan(x, y, pushes=5)
+    for _ in range(fills(plan.facts, count)):
+        push()
+    pipe.wait()
+    before = pipe.traffic()
+    for _ in range(5):
+        push()
+    pipe.wait()
+    return plan.push, pipe.traffic().since(before), pipe.traffic()

@@ -10,12 +10,11 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
-from pipeback.plan.forecast import fills
 from pipeback.streaming.store import HostStore
 from pipeback.vectorized.stacks import whole_cost
 from tests.helpers.choice import mostly_rare, rare
 from tests.helpers.live_tensors import tensors_alive
-from tests.laws.as_one import S, doubles, model, same, through, trained
+from tests.laws.as_one import S, doubles, model, planned_and_counted, same, through, trained
 from tests.laws.cases import CASES, OPTIMIZERS, SENSITIVE, STEADY, allowed, data, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -149,25 +148,10 @@ COUNTED = [(c, a, n) for c in ("pb", "cerebras", "pipedream", "pipeoptim-xpipe")
 @pytest.mark.parametrize(("case", "ahead", "count"), mostly_rare(COUNTED, *COUNTED[::9]))
 def test_bytes_predicted_are_bytes_counted(case, ahead, count):
     pipe = pipeline(model(), CASES[case](S), micro_batch_size=3, store=store(ahead), vectorize=True)
-    some = iter(doubles(200))
-
-    def push():
-        x, y = (torch.cat(part) for part in zip(*[next(some) for _ in range(count)], strict=True))
-        return pipe.push(x, y)
-
-    x, y = (torch.cat(part) for part in zip(*doubles(count), strict=True))
-    plan = pipe.plan(x, y, pushes=5)
-    for _ in range(fills(plan.facts, count)):
-        push()
-    pipe.wait()
-    before = pipe.traffic()
-    for _ in range(5):
-        push()
-    pipe.wait()
-    after = pipe.traffic()
+    planned, found, whole = planned_and_counted(pipe, count)
     for name in ("weights_in", "fetches", "gradients_out", "sums_in"):
-        assert round(5 * getattr(plan.push, name)) == getattr(after, name) - getattr(before, name), name
-    assert (plan.push.peak_weights, plan.push.peak_stages) == (after.peak_bytes, after.peak_stages)
+        assert round(5 * getattr(planned, name)) == getattr(found, name), name
+    assert (planned.peak_weights, planned.peak_stages) == (whole.peak_bytes, whole.peak_stages)
 
 
 def test_a_tick_brings_every_weight_once():

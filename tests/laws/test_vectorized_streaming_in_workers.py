@@ -6,10 +6,9 @@ import pytest
 import torch
 
 import pipeback
-from pipeback.plan.forecast import fills
 from pipeback.streaming.store import HostStore
 from tests.helpers.choice import mostly_rare
-from tests.laws.as_one import S, doubles, model, pushed, same, share_equally, through, turns
+from tests.laws.as_one import S, doubles, model, planned_and_counted, pushed, same, share_equally, through, turns
 from tests.laws.cases import CASES, OPTIMIZERS, allowed, pipeline, weights
 from tests.laws.test_vectorized_streaming import STREAMED
 
@@ -102,24 +101,9 @@ def test_bytes_predicted_are_bytes_counted(case, count, monkeypatch):
     """A worker that waits for the next push ends its tick, and brings the stages of a stack once more for the rest."""
     share_equally(monkeypatch)
     pipe = pipe_of(case, 3, vectorize=True, workers=2)
-    some = iter(doubles(400))
-
-    def push():
-        x, y = (torch.cat(part) for part in zip(*[next(some) for _ in range(count)], strict=True))
-        return pipe.push(x, y)
-
-    x, y = (torch.cat(part) for part in zip(*doubles(count), strict=True))
-    plan = pipe.plan(x, y, pushes=5)
-    for _ in range(fills(plan.facts, count)):
-        push()
-    pipe.wait()
-    before = pipe.traffic()
-    for _ in range(5):
-        push()
-    pipe.wait()
-    found = pipe.traffic().since(before)
-    assert round(5 * plan.push.gradients_out) == found.gradients_out and round(5 * plan.push.sums_in) == found.sums_in
-    assert 0 <= found.fetches - round(5 * plan.push.fetches) <= 5 * S
-    assert 0 <= found.weights_in - round(5 * plan.push.weights_in) <= 5 * pipe.memory().weights
-    assert plan.push.peak_stages == pipe.traffic().peak_stages
+    planned, found, whole = planned_and_counted(pipe, count)
+    assert round(5 * planned.gradients_out) == found.gradients_out and round(5 * planned.sums_in) == found.sums_in
+    assert 0 <= found.fetches - round(5 * planned.fetches) <= 5 * S
+    assert 0 <= found.weights_in - round(5 * planned.weights_in) <= 5 * pipe.memory().weights
+    assert planned.peak_stages == whole.peak_stages
     pipe.close()
