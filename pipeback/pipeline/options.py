@@ -143,11 +143,11 @@ class PipelineOptions(NamedTuple):
         ]
         if self.vectorize and isinstance(store, HostStore):
             among = [one for one in among if one[0] != "store"]
-            what, otherwise = f"vectorize={self.vectorize!r} with a store", ", or vectorize=False"
-            cuda = self.vectorize if self.vectorize == "cuda_graph" else True
-            check_goes_with(what, otherwise, [("vectorize", cuda, True, "vectorize=True")])
-            spread = replicas if shards else 1
-            check_goes_with(f"{what} over ranks", otherwise, [("replicas", spread, 1, "replicas=1")])
+            graphs = self.vectorize if self.vectorize == "cuda_graph" else True
+            check_goes_with("a store", ", or vectorize=False", [("vectorize", graphs, True, "vectorize=True")])
+            over_ranks = [("replicas", replicas if shards else 1, 1, "replicas=1")]
+            what = f"vectorize={self.vectorize!r} with a store over ranks"
+            check_goes_with(what, ", or vectorize=False", over_ranks)
         elif self.vectorize and isinstance(store, DiskStore):
             in_memory = [("store", self.streaming.store, None, 'store="host"')]
             check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", in_memory)

@@ -9,7 +9,7 @@ from pipeback.schedules.ops import Op
 
 
 class Foreseen(Iterator[Op]):
-    """A program whose next operations can be looked at in advance. Its forwards are in the order of the micro-batches,
+    """A program whose next operations can be looked at in advance. Its forwards are of one micro-batch after the other,
     and so are its backwards.
     """
 

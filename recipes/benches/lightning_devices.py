@@ -61,10 +61,10 @@ class Module(pl.LightningModule):
 def main(repeats: int) -> None:
     """Print a table of the fits, of which those of a turn follow each other."""
     print("Lightning with `pb`, batches of 64 micro-batches of one sample; a device is a process with a core.\n")
-    compare(FITS, repeats, "samples per second")
+    compare(FITS, repeats)
 
 
-def compare(fits: Sequence[Fit], repeats: int, words: str) -> None:
+def compare(fits: Sequence[Fit], repeats: int) -> None:
     """Print a table of such fits, over the first one; and of those whose stages run as one, over the first of these."""
     first = next(n for n, fit in enumerate(fits) if fit.vectorize)
     pairs = [*((0, n) for n in range(1, len(fits))), *((first, n) for n in range(first + 1, len(fits)))]
@@ -73,7 +73,10 @@ def compare(fits: Sequence[Fit], repeats: int, words: str) -> None:
         every = list(zip(*([seconds(number, fit) for fit in fits] for _ in range(repeats)), strict=True))
         columns.append([spread([x / y for x, y in zip(every[a], every[b], strict=True)]) for a, b in pairs])
     rows = zip([f"{fits[b].words}, over {fits[a].words}" for a, b in pairs], *columns, strict=True)
-    print(table([words, *(ONES[number].words for number in CASES)], [list(row) for row in rows]), flush=True)
+    print(
+        table(["samples per second", *(ONES[number].words for number in CASES)], [list(row) for row in rows]),
+        flush=True,
+    )
 
 
 def seconds(number: int, fit: Fit) -> float:

@@ -21,4 +21,4 @@ def main(repeats: int) -> None:
     """Print a table of the fits, of which those of a turn follow each other."""
     print("Lightning with `pb`, batches of 64 micro-batches of one sample, and weights in host memory. Each device or")
     print(f"thread fetches {AHEAD} stages ahead (`prefetch={AHEAD}`); a device is a process with a core.\n")
-    compare(FITS, repeats, "samples per second")
+    compare(FITS, repeats)

@@ -336,7 +336,7 @@ def test_fits_of_threads(capsys, monkeypatch):
     monkeypatch.setattr(under_lightning, "COUNT", 1)
     monkeypatch.setattr(lightning_devices, "BATCHES", 3)
     monkeypatch.setattr(lightning_devices, "CASES", (0,))
-    lightning_devices.compare([fit for fit in streamed_devices.FITS if fit.devices == 1], 1, "samples per second")
+    lightning_devices.compare([fit for fit in streamed_devices.FITS if fit.devices == 1], 1)
     _, _, *rows = cells(capsys.readouterr().out)
     assert [row[0] for row in rows] == [
         "two threads, over one device", "one device, as one, over one device", "two threads, as one, over one device",

@@ -19,7 +19,7 @@ from pipeback.stages.tracing_lock import TRACING
 from pipeback.vectorized.making.bounded_cache import BoundedCache
 from pipeback.vectorized.tracing.graphs import Graphs
 
-MOST = 128  # that are kept, each of a few tens of kilobytes
+MOST = 128  # that are kept
 OURS = "torch", "pipeback"
 _PLAIN = bool, int, float, complex, str, type(None), torch.dtype, torch.device
 _KNOWN: BoundedCache[Hashable, Graphs] = BoundedCache()
