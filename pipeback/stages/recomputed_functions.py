@@ -6,11 +6,15 @@
 So B of plain PB runs entirely on the newest weights, and saved states of micro-batches in flight hold no old ones. All
 operations of F are recorded, which costs time per operation; h has to be cheap: elementwise arithmetic, norms, sums,
 repetitions, casts, rows that are looked up (a table of relative positions), interpolation, Fourier transforms.
+
+Where a stage saves casts alone, as under autocast, nothing is recorded: the graph tells them (`weight_casts`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +28,8 @@ from pipeback.stages.compiled import Compiled
 from pipeback.stages.copy_slices import Handle, Handles
 from pipeback.stages.flight import Value
 from pipeback.stages.stage import Stage
-from pipeback.tensors.copies import tensors_in
+from pipeback.stages.weight_casts import WeightCast, cast_of
+from pipeback.tensors.copies import equal, tensors_in
 
 _CHEAP = {
     "aten::" + name
@@ -137,7 +142,7 @@ class _Again:
         self.known: set[int] | None = None  # gets the memory of what is recomputed for somebody who looks into a graph
         self.looked: list[Tensor] = []
 
-    def __call__(self, source: Part | ComputedTensor) -> Tensor:
+    def __call__(self, source: Part | ComputedTensor | WeightCast) -> Tensor:
         with torch.no_grad():
             made = source.make()
         if not in_backward() and self.known is not None:
@@ -152,25 +157,55 @@ class Afresh:
     def __init__(self, stage: Stage, inner: Callable[[Value], Value]) -> None:
         self._stage, self.inner = stage, inner
         self.handles: Handles | None = None  # those of the tensors that the last call has saved
+        self.casts: bool | None = None  # whether the graph tells what it recomputes, casts alone; None: not known yet
         self._again = _Again()
 
     def __call__(self, given: Value) -> Value:
         if not torch.is_grad_enabled():
             return self.inner(given)
+        if self.casts:
+            weights = {id(w): w for w in self._stage.params}
+            return self._call(given, lambda tensor: cast_of(tensor, weights), nullcontext())
+        recorder = Recorder(tensors_in(given), list(self._stage.params))
+        return self._call(given, partial(_recorded, recorder), recorder)
+
+    def casts_alone(self, given: Value) -> bool:
+        """Whether the graph tells all that a forward of this input records, by the same values."""
+        recorder = Recorder(tensors_in(given), list(self._stage.params))
+        weights, alike = {id(w): w for w in self._stage.params}, True
+
+        def both(tensor: Tensor) -> Part | ComputedTensor | None:
+            nonlocal alike
+            known, told = _recorded(recorder, tensor), cast_of(tensor, weights)
+            if known is not None and told is not None:
+                with torch.no_grad():
+                    one, other = known.make(), told.make()
+                alike = alike and (one.dtype, one.stride()) == (other.dtype, other.stride()) and equal(one, other)
+            else:
+                alike = alike and known is told
+            return known
+
+        self._call(given, both, recorder)
+        return alike
+
+    def _call(
+        self,
+        given: Value,
+        source: Callable[[Tensor], Part | ComputedTensor | WeightCast | None],
+        watched: AbstractContextManager[Any],
+    ) -> Value:
+        """Run the module. source: how a saved tensor is computed from the weights alone, if it is."""
         torch.clear_autocast_cache()  # a cached cast would have no recorded origin
-        handles = self.handles = Handles(self._stage.label)
-        recorder, again = Recorder(tensors_in(given), list(self._stage.params)), self._again
+        handles, again = Handles(self._stage.label), self._again
+        self.handles = handles
 
-        def pack(tensor: Tensor) -> Handle | Part | ComputedTensor:
-            # views of weights are what autograd would save, too
-            if recorder.of(tensor) == WEIGHTS and not recorder.lives(tensor):
-                return recorder.source(tensor) or handles.pack(tensor)
-            return handles.pack(tensor)
+        def pack(tensor: Tensor) -> Handle | Part | ComputedTensor | WeightCast:
+            return source(tensor) or handles.pack(tensor)
 
-        def unpack(packed: Handle | Part | ComputedTensor) -> Tensor:
+        def unpack(packed: Handle | Part | ComputedTensor | WeightCast) -> Tensor:
             return handles.unpack(packed) if isinstance(packed, Handle) else again(packed)
 
-        with branches_taken(), saved_tensors_hooks(pack, unpack), recorder:
+        with branches_taken(), saved_tensors_hooks(pack, unpack), watched:
             output = self.inner(given)
         torch.clear_autocast_cache()
         return output
@@ -179,6 +214,11 @@ class Afresh:
         """From now on, add to `known` the memory of what is recomputed for somebody who looks into a graph."""
         self._again.known, self._again.looked = known, []
         return known
+
+
+def _recorded(recorder: Recorder, tensor: Tensor) -> Part | ComputedTensor | None:
+    """What autograd would save, a view of a weight for one, is not recomputed."""
+    return recorder.source(tensor) if recorder.of(tensor) == WEIGHTS and not recorder.lives(tensor) else None
 
 
 def as_it_was(stage: Stage, afresh: bool) -> Callable[[Value], Value]:

@@ -38,7 +38,13 @@ def guarded(stage: Stage, method: Method, delays: Sequence[int]) -> bool:
 def refuse(stage: Stage, value: Value, target: Any, method: Method, warn: bool) -> None:
     """Raise if the graph saves something computed from the weights alone: its backward would use old weights."""
     found = _by_numbers(stage, value, target) if isinstance(stage.call, Compiled) else _watched(stage, value, target)
+    if found is not None and isinstance(stage.call, Afresh) and stage.call.casts:
+        stage.call.casts = False
+        found = _watched(stage, value, target)
     if found is None or _afresh(stage, value, target):
+        if isinstance(stage.call, Afresh) and stage.call.casts is None:
+            with untouched(stage), torch.enable_grad():
+                stage.call.casts = stage.call.casts_alone(stage.enter(value)[1])
         return
     name, shape = found
     cure, why = "Use", "that is not cheap to recompute, as spectral norm and orthogonal weights do"
