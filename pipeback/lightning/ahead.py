@@ -17,6 +17,7 @@ from torch import Tensor
 
 from pipeback.lightning import micro_batches, step_checks
 from pipeback.lightning.find_stages import TrainedModule
+from pipeback.lightning.followed_step import Given
 from pipeback.lightning.suspended_slices import Slice, SuspendedSlices
 from pipeback.lightning.suspended_step import CallThreads
 from pipeback.pipeline.pipeline import Pipeline
@@ -36,6 +37,7 @@ class Run(Protocol):
     pipe: Pipeline | None
     busy: float
 
+    def settings(self) -> int: ...
     def prepare(self, x: Any) -> None: ...
     def at_once(self, count: int, expected: int) -> bool: ...
     def at_work(self) -> AbstractContextManager[None]: ...
@@ -61,13 +63,15 @@ class StagesAhead:
             return True
         return self.fit.store is not None and self.fit.at_once(count, expected)
 
-    def run(self, cut: list[Slice], step: Step, one: Step, log: micro_batches.Log, expected: int) -> Any:
+    def run(
+        self, cut: list[Slice], given: Callable[[Any], Given], one: Step, log: micro_batches.Log, expected: int
+    ) -> Any:
         """Run `training_step`s, and B of all slices but the last in ticks; the loss is the mean over the batch.
 
-        step: runs `training_step`. one: also F; it is called where stages turn out not to run as one.
+        given: the call of `training_step`. one: runs it and F, where stages turn out not to run as one.
         """
         fit = self.fit
-        slices = SuspendedSlices(fit.found, cut, step, log, self._threads)
+        slices = SuspendedSlices(fit.found, cut, given, log, self._threads, fit.settings)
         try:
             with slices.heard():
                 slices.begin(0)
@@ -75,8 +79,8 @@ class StagesAhead:
                 if ticks and fit.pipe is not None and not fit.pipe.together(len(cut), expected=expected):
                     slices.run_ahead()
                 apart = not ticks and (fit.store is None or not fit.at_once(len(cut), expected))
-                for n in range(0 if apart else len(cut)):
-                    slices.begin(n)
+                if not apart:
+                    slices.begin_all()
             if apart:
                 return self._apart(slices, one, expected)
             return self._by_ticks(slices, expected) if ticks else self._by_stages(slices, expected)

@@ -52,16 +52,22 @@ class TrainedModule(NamedTuple):
         return "self" if self.step is not None else f"self.{self.name}"
 
     @contextmanager
-    def heard(self, given: Given, forward: Callable[..., Any]) -> Iterator[None]:
-        """A context for a call of `training_step`, within which calls of the module with gradients go to `forward`."""
+    def heard(self, given: Given, forward: Callable[..., Any], look: Callable[[], None]) -> Iterator[None]:
+        """A context for a call of `training_step`, within which calls of the module with gradients go to `forward`.
+
+        look: hears of calls without gradients, before they are made.
+        """
         if self.step is not None:
-            with self.step.heard(given, forward):
+            with self.step.heard(given, forward, look):
                 yield
             return
         original = self.module.forward
 
         def instead(*inputs: Any, **named: Any) -> Any:
-            return (forward if torch.is_grad_enabled() else original)(*inputs, **named)
+            if torch.is_grad_enabled():
+                return forward(*inputs, **named)
+            look()
+            return original(*inputs, **named)
 
         with call_instead(self.module, instead):
             yield

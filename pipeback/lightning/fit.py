@@ -21,7 +21,7 @@ from pipeback.lightning.followed_step import Given
 from pipeback.lightning.stage_optimizers import StageOptimizers
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel
-from pipeback.lightning.suspended_slices import Slice
+from pipeback.lightning.suspended_slices import LOOKS, Slice
 from pipeback.lightning.update_interval import UpdateInterval
 from pipeback.lightning.update_size import UpdateSize
 from pipeback.pipeline.arguments import Clipping
@@ -31,6 +31,7 @@ from pipeback.pipeline.outside_loss import nothing
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.runtime.runners import Answer
 from pipeback.schedules.programs import flush
+from pipeback.splitting.traced_model import TracedModel
 from pipeback.streaming.store import Store
 
 
@@ -89,6 +90,7 @@ class Fit:
         self._why_apart = apart
         self.vectorize = options.vectorize if apart is None else False
         self.ahead = StagesAhead(self)
+        self._program: TracedModel | None = None  # of a module whose forward is traced
         if self.interval.known:
             batches = module.trainer.accumulate_grad_batches
             self.interval.method(batches, 1)  # refuses what does not fit before anything is trained
@@ -101,6 +103,10 @@ class Fit:
         if self._why_apart is not None:
             return {"all stages": f"stage by stage: {self._why_apart}"}
         return {} if self.pipe is None else self.pipe.vectorized
+
+    def settings(self) -> int:
+        """A number for the values that the forward of the model reads, which differs if they do."""
+        return 0 if self._program is None else self._program.held.number()
 
     def _updates(self) -> int | None:
         steps = self.module.trainer.estimated_stepping_batches
@@ -116,11 +122,14 @@ class Fit:
         norm, value = user_optimizer.norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         with by_itself(self.found.module, self._own):
             split = self.rank.split(example)
+        self._program = split.program
         self.twins = StageOptimizers(self.optimizer, self.rank.trained(split), self.size, self.rank.piece)
         clipping, updates = Clipping(norm, value), partial(self.interval.updates, method, per_batch)
         given = self.options.of_pipeline(self.store, trainer.strategy.root_device, clipping, updates)
         if self.vectorize == "auto" and method.chunks > 1 and (self.rank.several or (self.options.threads or 1) > 1):
             self._why_apart, self.vectorize = f"with {method!r}, every worker has several parts of the model", False
+        if self.vectorize == "auto" and self.found.step is not None and self.found.step.looks:
+            self._why_apart, self.vectorize = f"training_step calls {self.found.shown} without gradients", False
         given["vectorize"] = self.vectorize
         inside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)
@@ -174,8 +183,11 @@ class Fit:
         self._due = (batches, len(cut))
         expected = len(cut) * batches
 
+        def given(part: Any) -> Given:
+            return Given(step, part, rest, named)
+
         def one(part: Any) -> Any:
-            return self._one(Given(step, part, rest, named), expected)
+            return self._one(given(part), expected)
 
         if len(cut) == 1:
             output = one(batch)
@@ -184,7 +196,7 @@ class Fit:
             with log.listening(self.module):
                 if self.ahead.may_run(len(cut), expected):
                     with self.rank.training_step():
-                        output = self.ahead.run(cut, lambda part: step(part, *rest, **named), one, log, expected)
+                        output = self.ahead.run(cut, given, one, log, expected)
                 else:
                     output = self.many(cut, one, log)
         self.loss = step_checks.loss_of(output)
@@ -200,7 +212,7 @@ class Fit:
 
         with self.rank.training_step():
             try:
-                with self.found.heard(given, forward):
+                with self.found.heard(given, forward, self._look):
                     output = given.run()
             except Handed:
                 return self.hand_over(1)
@@ -218,6 +230,11 @@ class Fit:
                 step_checks.loss_of(output).backward()
                 self.backward()
         return step_checks.passed(output, losses, [samples for _, samples in cut])
+
+    def _look(self) -> None:
+        """Hear that `training_step` calls the model without gradients."""
+        if self.called and self.pipe is not None and self.pipe.runs_ahead:
+            raise ValueError(LOOKS.format(name=self.found.shown))
 
     def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
         step_checks.check_call(self.found, inputs, named, again=self._output is not None)

@@ -18,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
@@ -63,6 +64,7 @@ class FollowedStep:
         self.model = twin(module, self._forward, self._read)
         self._calls = list[_Known]()  # empty: training_step has not run yet
         self._single = False  # whether it makes one call only, of a module
+        self.looks = False  # whether it calls modules with trained weights without gradients, when it runs first
         self._inside = 0  # how many calls of the twin's own forward are running
         self._made_of: list[set[Any]] = []  # of each call: what it was made of when it was traced
         self._weights = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
@@ -75,10 +77,11 @@ class FollowedStep:
         self._running: StepCalls | None = None  # while the twin's training_step runs
 
     @contextmanager
-    def heard(self, given: Given, forward: Callable[..., Any]) -> Iterator[None]:
+    def heard(self, given: Given, forward: Callable[..., Any], look: Callable[[], None]) -> Iterator[None]:
         """A context for one `training_step`, whose first call runs F by `forward`.
 
-        forward: gets the tensors of the batch, or the arguments of the only call.
+        forward: gets the tensors of the batch, or the arguments of the only call. look: hears of calls without
+        gradients.
         """
         self._given = given
         refresh(self.model, self.module)
@@ -91,20 +94,23 @@ class FollowedStep:
                 return call.does()
             if not answers:
                 place.close()  # the stages run the modules as they are
+                refresh(self.model, self.module)  # training_step may have set attributes
                 answers.append([forward(*call.args, **call.kwargs)] if self._single else forward(*tensors))
-                place.enter_context(self._instead(calls))
+                place.enter_context(self._instead(calls, look))
             return self._answer(call, answers)
 
         calls = StepCalls(self._weights, tensors, hear)
         with place, calls:
-            place.enter_context(self._instead(calls))
+            place.enter_context(self._instead(calls, look))
             yield
 
     @contextmanager
-    def _instead(self, calls: StepCalls) -> Iterator[None]:
+    def _instead(self, calls: StepCalls, look: Callable[[], None]) -> Iterator[None]:
         """Within this context the modules that the user's `training_step` calls are heard instead of run."""
 
         def heard(name: str, own: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if not torch.is_grad_enabled() and not calls.apart:
+                look()
             return calls.module(name, partial(own, *args, **kwargs), args, kwargs)
 
         known = {call.name for call in self._calls}
@@ -176,7 +182,7 @@ class FollowedStep:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         """The forward of the twin: of the user's class where `training_step` calls it, else all calls of the step."""
         if self._running is not None:
-            return self._running.module("self", partial(self._own_forward, *args, **kwargs), args, kwargs)
+            return self._heard(self._running, "self", partial(self._own_forward, *args, **kwargs), args, kwargs)
         if self._single:
             name = self._calls[0].name
             run = self._own_forward if name == "self" else self.model.get_submodule(name.removeprefix("self."))
@@ -217,7 +223,8 @@ class FollowedStep:
 
         def called(original: Callable[..., Any], m: nn.Module, args: Any, kwargs: Any) -> Any:
             does = partial(original, m, *args, **kwargs)
-            return calls.module(self._modules[id(m)][0], does, args, kwargs) if id(m) in self._modules else does()
+            known = self._modules.get(id(m))
+            return does() if known is None else self._heard(calls, known[0], does, args, kwargs)
 
         self._running = calls
         try:
@@ -225,6 +232,11 @@ class FollowedStep:
                 type(self.module).training_step(self.model, batch, *self._given.rest, **self._given.named)
         finally:
             self._running = None
+
+    def _heard(self, calls: StepCalls, name: str, does: Callable[[], Any], args: Any, kwargs: Any) -> Any:
+        """Hear that the twin's `training_step` calls a module with trained weights."""
+        self.looks |= not torch.is_grad_enabled() and not calls.apart
+        return calls.module(name, does, args, kwargs)
 
     def _read(self, name: str) -> None:
         """Hear that a counter of the Trainer is read: within a call the stages would keep its value."""

@@ -71,11 +71,6 @@ def _reason(
             return f"{name}={value!r} does not go with stages as one; use {name}={plain!r}"
     if (reason := _of_store(options)) is not None:
         return reason
-    if found.step is not None:
-        return (
-            'training_step itself is followed (module="self"); write one nn.Module whose forward calls all layers, and '
-            "call that in training_step"
-        )
     hook = next(_looking(trainer, module), None)
     return None if hook is None else f"{hook} may look at gradients or weights amid a step; leave that hook out"
 

@@ -16,14 +16,19 @@ import torch
 from pipeback.lightning import micro_batches, step_checks
 from pipeback.lightning.call_override import call_instead
 from pipeback.lightning.find_stages import TrainedModule
+from pipeback.lightning.followed_step import Given
 from pipeback.lightning.suspended_step import CallThreads, Suspended, TorchModes
 
 Slice = tuple[Any, int]  # and its samples
 
 
-_LOOKS = (
-    "training_step calls self.{name} without gradients, but where stages run as one, its weights are by then those of "
-    "other micro-batches; use PipelineStrategy(vectorize=False)"
+LOOKS = (
+    "training_step calls {name} without gradients, but where stages run as one, its weights are by then those of other "
+    "micro-batches; use PipelineStrategy(vectorize=False)"
+)
+_SETS = (
+    "training_step sets what the forward of {name} reads to something else for one micro-batch of a batch than for the "
+    "one before, but where stages run as one, these go forward together; use PipelineStrategy(vectorize=False)"
 )
 
 
@@ -34,21 +39,27 @@ class _Asked(NamedTuple):
 
 
 class SuspendedSlices:
-    """The `training_step`s of one batch. step: runs that of a slice. log: collects what they log."""
+    """The `training_step`s of one batch. given: the call of that of a slice. log: collects what they log.
+
+    settings: gives a number to the values that the forward of the model reads.
+    """
 
     def __init__(
         self,
         found: TrainedModule,
         cut: list[Slice],
-        step: Callable[[Any], Any],
+        given: Callable[[Any], Given],
         log: micro_batches.Log,
         threads: CallThreads,
+        settings: Callable[[], int],
     ) -> None:
         modes = TorchModes.now()
         self.found, self.cut, self.log = found, cut, log
-        self.calls = [Suspended(partial(step, batch), threads, modes) for batch, _ in cut]
+        run = self._followed if found.step is not None else Given.run
+        self.calls = [Suspended(partial(run, given(batch)), threads, modes) for batch, _ in cut]
         self._entered: set[int] = set()  # those that have called the model
         self._running = 0
+        self._settings = settings
         self._ahead = self._looked = False
         self._original = found.module.forward
 
@@ -65,6 +76,9 @@ class SuspendedSlices:
     @contextmanager
     def heard(self) -> Iterator[None]:
         """A context in which they may run."""
+        if self.found.step is not None:  # each hears its own calls
+            yield
+            return
         self._original = self.found.module.forward  # another one once the stages have the weights
         with call_instead(self.found.module, self._forward):
             yield
@@ -76,10 +90,18 @@ class SuspendedSlices:
         self._ahead = True
         self._look(self._looked)
 
-    def _look(self, looked: bool) -> None:
+    def _look(self, looked: bool = True) -> None:
         self._looked |= looked
         if self._looked and self._ahead:
-            raise ValueError(_LOOKS.format(name=self.found.name))
+            raise ValueError(LOOKS.format(name=self.found.shown))
+
+    def begin_all(self) -> None:
+        """Run all slices up to their calls of the model. Raises ValueError where these calls are unlike."""
+        settings = self._settings()
+        for n in range(len(self.cut)):
+            self.begin(n)
+            if self._settings() != settings:
+                raise ValueError(_SETS.format(name=self.found.shown))
 
     def begin(self, n: int) -> None:
         """Run a slice up to its call of the model. Raises ValueError if it comes to its end without one."""
@@ -104,8 +126,18 @@ class SuspendedSlices:
         """Stand in for the forward of the model."""
         n = self._running
         if not torch.is_grad_enabled():
-            self._look(True)
+            self._look()
             return self.calls[n].ask(partial(self._original, *inputs, **named))  # in the caller's thread
+        return self._ask(*inputs, **named)
+
+    def _ask(self, *inputs: Any, **named: Any) -> Any:
+        """Ask for F of the slice that runs."""
+        n = self._running
         step_checks.check_call(self.found, inputs, named, again=n in self._entered)
         self._entered.add(n)
         return self.calls[n].ask(_Asked(self.found.given(inputs, named)))
+
+    def _followed(self, given: Given) -> Any:
+        """Run a `training_step` whose own calls are followed."""
+        with self.found.heard(given, self._ask, self._look):
+            return given.run()

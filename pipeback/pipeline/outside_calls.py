@@ -42,6 +42,13 @@ class OutsideCalls(Lifetime):
         """Prepare for micro-batches like these; return whether some stages run as one, so that `judge` gains speed."""
         return self._outside.runs_ticks(xs, expected)
 
+    @property
+    def runs_ahead(self) -> bool:
+        """Whether stages that run as one have moved weights on by the time that `forward` returns, which a loop over
+        single stages does in `step` or the next `forward`.
+        """
+        return self._outside.runs_ahead
+
     def together(self, count: int, *, expected: int = 1) -> bool:
         """Whether no update lies between the next `count` micro-batches. expected: as `forward` will be given it."""
         return self._outside.together(count, expected)

@@ -13,10 +13,11 @@ from pipeback.distributed.rank_runner import RankRunner
 from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine, Then
 from pipeback.pipeline.grad_modes import recording
+from pipeback.pipeline.unused_outputs import UnusedOutputs
 from pipeback.runtime.gone_ahead import Ahead
 from pipeback.runtime.outside_ticks import OutsideTicks
 from pipeback.runtime.runners import Answer, PushLoop, Runner, Threads, Ticks
-from pipeback.stages.flight import Value
+from pipeback.stages.flight import Value, cut
 
 
 class OutsideLoss:
@@ -24,12 +25,20 @@ class OutsideLoss:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self.ahead = engine, Ahead(engine.method)
+        self._unused = UnusedOutputs()
+        self._newest: Any = None  # the output of the newest micro-batch, where stages run in ticks
 
     def runs_ticks(self, xs: Sequence[Value], expected: int) -> bool:
         """As `Pipeline.runs_ticks`."""
         with self._engine.lock, torch.enable_grad():
             self._one_by_one()
             return _ticks(self._ready(xs, expected)[0]) is not None
+
+    @property
+    def runs_ahead(self) -> bool:
+        """As `Pipeline.runs_ahead`."""
+        runtime = self._engine.runtime
+        return runtime is not None and _ticks(runtime) is not None and any(self._engine.method.delays(2))
 
     def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | None = None) -> list[Value]:
         """As `Pipeline.forward_many`."""
@@ -83,9 +92,9 @@ class OutsideLoss:
                         f"micro-batch {first + n}: the loss depends on no output, but where stages run as one, others "
                         "follow it already, and it cannot be dropped; build the pipeline with vectorize=False"
                     )
-            return gradient
+                return self._unused.filled(gradient, output, engine.holding.stages)
 
-        output = engine.do(partial(ticks.forward, xs, engine.current, expected, judged))
+        output = self._newest = engine.do(partial(ticks.forward, xs, engine.current, expected, judged))
         self.ahead.backward(len(xs) - 1)
         self._forward(1, "drain", "wait")
         engine.holding.hide()
@@ -93,6 +102,8 @@ class OutsideLoss:
 
     def _shown(self, output: Any, x: Value) -> Value:
         """What the user gets for the output of the last stage."""
+        if output is not None:  # it is with the rank of the last stage alone
+            output = cut(output)  # a graph hands on what it has got, maybe with the graph of the stage before
         for part in output if isinstance(output, tuple) else (output,):
             if isinstance(part, Tensor) and (part.is_floating_point() or part.is_complex()):
                 part.requires_grad_()
@@ -115,6 +126,8 @@ class OutsideLoss:
                 self.ahead.backward(self._take())
                 if ticks.judges and nothing(gradients[0]):
                     raise RuntimeError(_LATE)
+                newest, self._newest = self._newest, None
+                gradients = [self._unused.filled(g, newest, engine.holding.stages) for g in gradients]
                 engine.do(partial(ticks.backward, gradients))
                 return
             ahead, fallen = self._take(), [n for n, g in enumerate(gradients) if forget and nothing(g)]

@@ -125,6 +125,16 @@ class SegmentWork:
     device: torch.device | None = None  # the device of the trace; it computes where its input is
 
 
+class Wording:
+    """What messages say of a path in the model. It leads to all of the model, so a copy of a segment shares it."""
+
+    def __init__(self, describe: Callable[[str], str], kept: Callable[[str], str]) -> None:
+        self.describe, self.kept = describe, kept  # a module at this path, and how to keep it whole
+
+    def __deepcopy__(self, memo: object) -> Wording:
+        return self
+
+
 class Segment(nn.Module):
     """One stage of a traced model.
 
@@ -135,12 +145,11 @@ class Segment(nn.Module):
         self,
         label: str,
         owned: Mapping[str, Any],
-        describe: Callable[[str], str],
-        kept: Callable[[str], str],
+        wording: Wording,
         unsaved: Collection[str] = (),
     ) -> None:
         super().__init__()
-        self.__label__, self.__describe, self.__kept = label, describe, kept
+        self.__label__, self.__wording = label, wording
         for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
             if not _has(self, name):
                 _register(self, name, part, persistent=name not in unsaved)
@@ -251,9 +260,10 @@ class Segment(nn.Module):
             if call.form is None:
                 known.update(dict.fromkeys(call.out, found))
                 continue
-            who = self.__describe(call.target) if call.module else getattr(call.target, "__name__", "a function")
+            words = self.__wording
+            who = words.describe(call.target) if call.module else getattr(call.target, "__name__", "a function")
             still = [n for n, number in enumerate(call.out) if number in portion.still]
-            opens = Opened(call.form, still, who, self.__kept(call.where))
+            opens = Opened(call.form, still, who, words.kept(call.where))
             known.update(zip(call.out, script.unpack(opens, (found,), len(call.out)), strict=True))
         if entered is not None:
             script.call(entered, ())
@@ -286,7 +296,8 @@ class Segment(nn.Module):
                 args.insert(0, [known[portion.borrows[f"{call.target}.{name}"]] for name in module.__names__])
             function = script.part(call.target, module)
         elif call.check is not None:
-            function = Decided(function, call.check[0], self.__describe(call.where), self.__kept(call.where))
+            words = self.__wording
+            function = Decided(function, call.check[0], words.describe(call.where), words.kept(call.where))
         if not call.grad and call.check is None:
             function, args = without_gradient, [function, *args]
         found = script.call(function, args, kwargs)

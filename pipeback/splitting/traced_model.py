@@ -40,7 +40,7 @@ from pipeback.splitting.outside_draws import OutsideDraws
 from pipeback.splitting.ownership import Ownership
 from pipeback.splitting.partition import StagePart
 from pipeback.splitting.refusals import kept_whole, left_out
-from pipeback.splitting.segment import LooksAlike, Segment
+from pipeback.splitting.segment import LooksAlike, Segment, Wording
 from pipeback.splitting.size_decisions import deciding_by_sizes
 from pipeback.splitting.stage_names import label, labels
 from pipeback.splitting.uncompiled import eagerly
@@ -316,8 +316,7 @@ class TracedModel:
         return Segment(
             f"stage {s} ({label(self.units[s], self.kind)})",
             self.ownership.owned[s],
-            self._describe,
-            self._kept,
+            Wording(self._describe, self._kept),
             self.ownership.copied[s].union(unsaved),
         )
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pipeback.stages.module_settings import Settings
+from pipeback.stages.reach import Reach
 from pipeback.tensors import accelerators
 
 
@@ -23,4 +24,5 @@ class Learnt(NamedTuple):
     host_bytes: int = 0  # the same in host memory, where that is another place
     settings: Settings | None = None  # modes and numbers of the modules, as the last push found them
     repeat_bytes: int = 0  # what a forward done once more holds beyond that, until its backward is done
+    reach: tuple[Reach, ...] = ()  # how far the gradient of each of its outputs goes, if there are several
     casts: accelerators.Autocast = ()  # what its forwards enter by themselves (`own_autocast`)

@@ -24,6 +24,7 @@ from pipeback.stages import compile_check, judged_output, norm_check, saved_grap
 from pipeback.stages.compile_check import Refused, untouched
 from pipeback.stages.compiled import Compiled, faithful
 from pipeback.stages.flight import Flight, Root, Value, begins, cut, for_loss, grown, weighed
+from pipeback.stages.reach import reached
 from pipeback.stages.stage import Stage
 from pipeback.tensors.copies import equal, storages, tensors_in
 
@@ -142,6 +143,8 @@ def _first_run(stage: Stage, value: Value, target: Any, handed: Collection[int])
     graph, entered = saved_graph.held(roots, leaves, weights), saved_graph.held([], leaves, weights)
     mine = sum(size for memory, size in entered.items() if memory in handed)
     stage.learn(activation_bytes=sum(graph.values()), handed_bytes=mine)
+    if isinstance(output, tuple):  # a loss may leave out some of these
+        stage.learn(reach=reached(output, leaves, stage.params))
     # at once, as memory that is freed may get the same identity
     kept = storages(tensors_in(output)) & {*(graph if stage.keeping is None else entered), *storages(weights)}
     if stage.keeping is not None:

@@ -31,7 +31,7 @@ class WeightCast(NamedTuple):
 
 
 def cast_of(tensor: Tensor, weights: Mapping[int, Tensor]) -> WeightCast | None:
-    """How a tensor that a graph saves is cast from one of these weights, by their `id`; None if it is something else."""
+    """How a tensor that a graph saves is cast from one of these weights, by their `id`; None if it is not."""
     base = tensor if tensor._base is None else tensor._base
     node = base.grad_fn
     if node is None or base._version or type(node).__name__ != "ToCopyBackward0":

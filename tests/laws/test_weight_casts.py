@@ -191,7 +191,7 @@ def test_autocast_that_ends():
 
 @pytest.mark.parametrize("recorded", [(False, True), (True, False), (False, False)], ids=str)
 def test_states_in_flight(recorded):
-    """From a state in flight, whoever saved it, the same bits; and what is loaded finds out anew what its graphs tell."""
+    """From a state in flight, whoever saved it, the same bits. What is loaded finds out anew what its graphs tell."""
     ways, batches = [], pairs(12)
     pipe = pipeline(TOLD)
     push(pipe, batches[:1])

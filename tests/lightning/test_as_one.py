@@ -306,7 +306,6 @@ def test_a_callback_amid_a_step():
     ("options", "more", "told"),
     [
         ({"activations": "host"}, {}, "activations='host' does not go with stages as one; use activations='device'"),
-        ({"module": "self"}, {}, "training_step itself is followed"),
     ],
 )
 def test_options_that_do_not_go_with_it(options, more, told):

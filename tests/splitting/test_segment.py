@@ -1,5 +1,7 @@
 """Segment: structures that cross boundaries are opened fast, and refused where they are not what they were."""
 
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -79,3 +81,20 @@ def test_replicas_have_segments_of_their_own():
     pipe.drain()
     assert all(not torch.equal(a, b) for a, b in zip(before, pipe.model.parameters(), strict=True))
     pipe.close()
+
+
+def test_a_copy_of_a_segment_is_not_one_of_the_model():
+    class Whole(nn.Sequential):
+        def __deepcopy__(self, memo):
+            raise AssertionError("the model is copied")
+
+        def forward(self, x):
+            return super().forward(x)
+
+    model = Whole(nn.Linear(3, 3), nn.Linear(3, 3), nn.Tanh())
+    x = torch.randn(2, 3)
+    pipe = Pipeline(model, loss=mse_loss, optimizer=torch.optim.SGD, example=x, stages="layer")
+    segment = pipe.split.parts[1].module
+    copied = copy.deepcopy(segment)
+    assert torch.equal(copied(x), segment(x))
+    assert not {id(p) for p in copied.parameters()} & {id(p) for p in model.parameters()}
