@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor
+
+from pipeback.stages.saved_graph import nodes
 
 
 class Reach(NamedTuple):
@@ -16,19 +17,14 @@ class Reach(NamedTuple):
     weights: frozenset[int]
 
 
-def reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor] = ()) -> tuple[Reach, ...]:
-    """Return the reach of each output of a stage, whose graph begins at these inputs and weights, and stays."""
-    return tuple(Reach(*(_numbers(y, some) for some in (inputs, weights))) for y in outputs)
-
-
-def _numbers(output: Tensor, begins: Sequence[Tensor]) -> frozenset[int]:
-    """The numbers of those that get a gradient from this output."""
-    moving = [n for n, t in enumerate(begins) if t.requires_grad]
-    if not isinstance(output, Tensor) or not output.requires_grad or not moving:
-        return frozenset()
-    some, seed = [begins[n] for n in moving], torch.ones_like(output)
-    grads = torch.autograd.grad(output, some, seed, retain_graph=True, allow_unused=True)
-    return frozenset(n for n, g in zip(moving, grads, strict=True) if g is not None)
+def reached(outputs: Sequence[Tensor], inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> tuple[Reach, ...]:
+    """Return the reach of each output of a stage as its graph says, which begins at these inputs and weights."""
+    taken, held = ({id(t): n for n, t in enumerate(some)} for some in (inputs, weights))
+    found = []
+    for output in outputs:
+        ends = {id(output), *(id(getattr(node, "variable", None)) for node in nodes([output]))}
+        found.append(Reach(*(frozenset(n for key, n in known.items() if key in ends) for known in (taken, held))))
+    return tuple(found)
 
 
 def lost(stages: Sequence[tuple[Reach, ...]], missing: Sequence[int]) -> Iterator[tuple[int, int]]:

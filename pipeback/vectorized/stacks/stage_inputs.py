@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeback.splitting.module_restore import untouched
 from pipeback.stages.flight import Value
-from pipeback.stages.reach import reached
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import to_device
@@ -30,8 +30,7 @@ class StageInputs:
         with torch.enable_grad(), untouched(stage.module), accelerators.forked([stage.device]):
             own, given = stage.enter(value)
             out = stage.run(given, to_device(stage.device, target)) if stage.judges else stage.module(given)
-            every = range(len(own))
-            self._reached[stage.index] = [[n in y.inputs for n in every] for y in reached(leaves(out), own)]
+            self._reached[stage.index] = [_reached(y, own) for y in leaves(out)]
         return tuple(v.detach() for v in out) if type(out) is tuple else out.detach()
 
     def returned(self, s: int) -> list[bool] | None:
@@ -53,3 +52,12 @@ class StageInputs:
                 [any(column) for column in zip(*some, strict=True)] if some else [False] * len(leaves(self.values[s]))
             )
             self._returned[s] = behind
+
+
+def _reached(y: Any, inputs: tuple[Tensor, ...]) -> list[bool]:
+    moving = [v for v in inputs if v.requires_grad]
+    if not isinstance(y, Tensor) or not y.requires_grad or not moving:
+        return [False] * len(inputs)
+    grads = torch.autograd.grad(y, moving, torch.ones_like(y), retain_graph=True, allow_unused=True)
+    found = iter(grads)
+    return [v.requires_grad and next(found) is not None for v in inputs]
