@@ -70,6 +70,27 @@ def main(repeats: int) -> None:
     print('\nWhat bounds `vectorize="auto"`, in the time of a push whose loss is not read:\n')
     head = ["", "a push, its loss read", "losses of the slices", "Lightning, an empty step", "push over all three"]
     print(table(head, [[case.words, *bounds(case, repeats)] for case in ONES]))
+    print("\nWhere `training_step` calls `self(x)`, and the layers are the LightningModule's own, `pb`:\n")
+    head = ["", "stage by stage, of `self.model(x)`", '`"auto"`, of `self.model(x)`', '`"auto"`, of stage by stage']
+    print(table(head, [[case.words, *map(spread, own(case, repeats))] for case in (NARROW, DEEP, TRANSFORMER)]))
+
+
+def own(case: Case, repeats: int) -> list[list[float]]:
+    """Return the samples/s of fits of a module with layers of its own, by turn, over those of one with a model: with
+    stages one by one, and with "auto"; and those of "auto" over those of one by one.
+    """
+    found: list[list[float]] = []
+    for _ in range(repeats):
+        took: dict[tuple[bool, bool | str], float] = {}
+        for each in ((True, False), (False, False), (True, "auto"), (False, "auto")):
+            clock, batches = Clock(), data(4 * COUNT, case)
+            loaded: Any = torch.utils.data.DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+            fit("pb", loaded, False, clock, case=case, own=each[0], vectorize=each[1])
+            took[each] = clock.per_batch()
+        found.append([
+            *(took[False, way] / took[True, way] for way in (False, "auto")), took[True, False] / took[True, "auto"]
+        ])  # fmt: skip
+    return [list(column) for column in zip(*found, strict=True)]
 
 
 def bounds(case: Case, repeats: int) -> list[str]:
@@ -221,18 +242,27 @@ def fit(
     *callbacks: Any,
     case: Case = NARROW,
     vectorize: bool | str = False,
+    own: bool = False,
 ) -> None:
-    """Fit a network for one epoch. watched: by a `PipelineMonitor`."""
+    """Fit a network for one epoch. watched: by a `PipelineMonitor`. own: the LightningModule has its layers."""
     from pipeback.lightning import PipelineMonitor, PipelineStrategy
 
     class Module(pl.LightningModule):
         def __init__(self) -> None:
             super().__init__()
-            self.model = case.build()
+            if own:
+                self.layers = nn.ModuleList(case.build().children())
+            else:
+                self.model = case.build()
+
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = layer(x)
+            return x
 
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             x, y = batch
-            loss = case.loss(self.model(x), y)
+            loss = case.loss(self(x) if own else self.model(x), y)
             self.log("train/loss", loss)
             return loss
 
