@@ -105,6 +105,30 @@ def test_stages_that_compute_different_things():
         pipeline(build(), "gpipe", vectorize=True).push(*doubles(1)[0])
 
 
+class Every(nn.Module):
+    """Gives what each of its blocks gives, so that a later stage hands on more."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Sequential(nn.Linear(6, 6), nn.Tanh()) for _ in range(S)])
+
+    def forward(self, x, beside):
+        found = []
+        for block in self.blocks:
+            x = block(x)
+            found.append(x)
+        return sum(found) + beside
+
+
+def test_stages_that_hand_on_more_are_not_alike():
+    """Two of them may be given the same."""
+    torch.manual_seed(0)
+    x = torch.randn(2, 6, dtype=torch.float64)
+    pipe = pipeline(Every().double(), CASES["pb"](S), vectorize=True, example=(x, x), stages="layer")
+    pipe.push((x, x), x)
+    assert not any("torch cannot run them" in told for told in pipe.vectorized.values())
+
+
 def test_stages_that_hand_on_pairs():
     build = lambda: nn.Sequential(Doubled(), *[Pair() for _ in range(3)], Summed()).double()  # noqa: E731
     torch.manual_seed(0)
