@@ -128,7 +128,8 @@ class Fit:
         given = self.options.of_pipeline(self.store, trainer.strategy.root_device, clipping, updates)
         if self.vectorize == "auto" and method.chunks > 1 and (self.rank.several or (self.options.threads or 1) > 1):
             self._why_apart, self.vectorize = f"with {method!r}, every worker has several parts of the model", False
-        if self.vectorize == "auto" and self.found.step is not None and self.found.step.looks:
+        looks = self.found.step is not None and self.found.step.looks
+        if self.vectorize == "auto" and looks and any(method.delays(2)):
             self._why_apart, self.vectorize = f"training_step calls {self.found.shown} without gradients", False
         given["vectorize"] = self.vectorize
         inside = torch.get_default_dtype()
