@@ -28,9 +28,7 @@ def alike(case, **options):
 
 @pytest.mark.parametrize(
     ("case", "ahead"),
-    mostly_rare(
-        [(c, a) for c in STREAMED for a in (5, 9)], ("pb", 9), ("cerebras", 5), ("pipedream", 5), ("lwp-weight", 9)
-    ),
+    mostly_rare([(c, a) for c in STREAMED for a in (5, 9)], ("pb", 9), ("cerebras", 5)),
 )
 def test_every_method_is_the_event_loop(case, ahead):
     optimizer = next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))

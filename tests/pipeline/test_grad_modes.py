@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
+from tests.helpers.choice import diagonal
 from tests.laws.cases import data, network, weights
 
 MODES = {"no grad": torch.no_grad, "inference mode": torch.inference_mode}
@@ -45,9 +46,7 @@ def calls(pipe, x, y):
     return [*found, pipe.state_dict()]
 
 
-@pytest.mark.parametrize("options", RUNTIMES, ids=str)
-@pytest.mark.parametrize("kind", ["sequence", "followed"])
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("mode", "kind", "options"), diagonal(MODES, ["sequence", "followed"], RUNTIMES), ids=str)
 def test_calls_in_between(mode, kind, options):
     found = []
     for context in (torch.enable_grad, MODES[mode]):
