@@ -76,15 +76,16 @@ def test_autocast_that_begins_after_the_first_micro_batch():
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("cast", [False, True])
-def test_b_has_the_weights_in_force(cast):
-    """What was doubled between F and B counts twice."""
+@pytest.mark.parametrize(("cast", "told"), [(False, False), (True, False), (True, True)])
+def test_b_has_the_weights_in_force(cast, told):
+    """What was doubled between F and B counts twice. told: the graph tells what was cast."""
     found = []
     for factor in (1, 2):
         torch.manual_seed(0)
         module = nn.Linear(6, 6) if cast else Scaled()
         stage = Stage(1, 2, module, "a", methods.create("pb"), lambda p: torch.optim.SGD(p, lr=0.1))
         stage.call = Afresh(stage, module)
+        stage.call.casts = told
         with torch.autocast("cpu", dtype=torch.bfloat16, enabled=cast):
             for mb in range(2):  # torch keeps the first one's casts for the second
                 stage.forward(mb, torch.ones(4, 6))
