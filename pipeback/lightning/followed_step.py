@@ -84,7 +84,6 @@ class FollowedStep:
         gradients.
         """
         self._given = given
-        refresh(self.model, self.module)
         self._calls = self._calls or self._learned()
         tensors, _ = opened(given.batch)
         answers, place = list[Any](), ExitStack()
@@ -153,6 +152,7 @@ class FollowedStep:
     def _learned(self) -> list[_Known]:
         """Run the twin's `training_step` once, and note its calls up to the last one that uses trained weights."""
         found: list[tuple[Heard, Any, list[tuple[Tensor, int]]]] = []
+        refresh(self.model, self.module)
 
         def hear(call: Heard) -> Any:
             output = call.does()
