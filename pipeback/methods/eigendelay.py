@@ -1,7 +1,7 @@
 """EigenDelay: AdamW under long delays.
 
     basis   L ← β_s·L + (1 − β_s)·G·Gᵀ,  R ← β_s·R + (1 − β_s)·Gᵀ·G;  U, V: eigenvectors of L and R at the updates 1 and
-            `refresh`, then Q ← qr(L·Q).Q every `refresh` updates
+            `refresh`, then Q ← qr(L·Q).Q every `refresh` + `refresh_by_delay`·D updates
             g̃ = Uᵀ·G·V,  m̃ = Uᵀ·m·V,  v ← β₂·v + (1 − β₂)·g̃²
     turn    v ← (U′ᵀ·U)²·v·(Vᵀ·V′)², squares by entry, when the second bases U′, V′ follow the first ones
     over    c = 1 / max(1, v̂/mean(v̂))  where D > 0, else 1      sharp directions are left to stages with short delays
@@ -15,15 +15,16 @@ G is the gradient of a weight matrix, or of a kernel taken as one, m the first m
 correct the bias; v is kept in the basis, in torch's `exp_avg_sq`. The turn gives what the second moments of the new
 coordinates are if those of the old ones are not correlated; `second_moment` names others: "bounded" begins v anew with
 max(g̃², m̃̂²), "anew" with g̃² alone, which bounds no step where that one gradient is nearly 0 and m is not, and "kept"
-leaves v as it is. Vectors, and sides longer than `largest`, have no
-basis; where a weight has none at all, c = 1. F is the forward, B the backward, U the update; D is the stage's delay in
-updates. Constants: β_s = 0.99, refresh = 10, κ = 4, p = 1. Each part can be switched off: `sides`, `over`, `spike`,
-`predict`, and `power=0, scale=1` for the rate.
+leaves v as it is. Vectors, and sides longer than `largest`, have no basis; where a weight has none at all, c = 1. With
+`block`, a side that is a multiple of it has a basis per so many rows or columns, such as the heads of an attention: L,
+R, U and V are block-diagonal. F is the forward, B the backward, U the update; D is the stage's delay in updates.
+Constants: β_s = 0.99, refresh = 10, refresh_by_delay = 0, κ = 4, p = 1. Each part can be switched off: `sides`, `over`,
+`spike`, `predict`, and `power=0, scale=1` for the rate.
 
 It is our own method, and not published elsewhere. The bases are those of SOAP (Vyas et al., arXiv 2409.11321) and of
 basis rotation (Jung et al., arXiv 2602.03515), the spike is that of Kosson et al. (arXiv 2003.11666). Adam, AdamW.
-Weight copies: 1 and a scratch buffer. State of a matrix of r × c numbers: 2·(r² + c²), and two more copies: m̃, and what
-F adds.
+Weight copies: 1 and a scratch buffer. State of a matrix of r × c numbers: 2·(r² + c²), in blocks of b 2·b·(r + c), and
+two more copies: m̃, and what F adds.
 """
 
 from __future__ import annotations
@@ -59,6 +60,8 @@ class EigenDelay(Method):
     power: float = 1.0
     decay: float = 0.99
     refresh: int = 10
+    refresh_by_delay: float = 0.0
+    block: int | None = None
     sides: Literal[0, 1, 2] = 2
     second_moment: Literal["turned", "bounded", "kept", "anew"] = "turned"
     largest: int = 1024
@@ -72,13 +75,14 @@ class EigenDelay(Method):
         check_number("eigendelay", "scale", self.scale, above=True)
         check_number("eigendelay", "power", self.power)
         check_share("eigendelay", "decay", self.decay)
+        check_number("eigendelay", "refresh_by_delay", self.refresh_by_delay)
         if self.sides not in (0, 1, 2):
             raise ValueError(f"eigendelay: sides must be 0, 1 or 2, but is {self.sides!r}")
         if self.second_moment not in SECOND_MOMENTS:
             raise ValueError(
                 f"eigendelay: second_moment must be one of {SECOND_MOMENTS}, but is {self.second_moment!r}"
             )
-        for name in ("refresh", "largest"):
+        for name in ("refresh", "largest", *(["block"] if self.block is not None else [])):
             if not isinstance(getattr(self, name), int) or getattr(self, name) < 1:
                 raise ValueError(
                     f"eigendelay: {name} must be a whole number of at least 1, but is {getattr(self, name)!r}"
@@ -99,9 +103,11 @@ class EigenDelay(Method):
 
     def state_numbers(self, shape: Sequence[int]) -> float:
         lengths = (shape[0], torch.Size(shape[1:]).numel()) if len(shape) > 1 else (0, 0)
-        has = eigenbasis.sides(shape, self.largest, self.sides)
+        has = eigenbasis.sides(shape, self.largest, self.sides, self.block)
         turned = lengths[0] * lengths[1] * any(has)
-        bases = sum(2 * n * n for n, wanted in zip(lengths, has, strict=True) if wanted)
+        bases = sum(
+            2 * n * n // eigenbasis.blocks(n, self.block) for n, wanted in zip(lengths, has, strict=True) if wanted
+        )
         return super().state_numbers(shape) + turned + bases
 
     def init(self, weights: Weights) -> State:
@@ -109,15 +115,17 @@ class EigenDelay(Method):
         state[MEAN] = [None] * len(weights)
         for n, w in enumerate(weights):
             lengths = as_matrix(w).shape if w.dim() > 1 else (0, 0)
-            if self.sides and max(lengths) > self.largest:
+            if self.sides and max(n // eigenbasis.blocks(n, self.block) for n in lengths) > self.largest:
                 eigenbasis.tell_too_large("eigendelay", tuple(w.shape), self.largest)
-            has = eigenbasis.sides(w.shape, self.largest, self.sides)
+            has = eigenbasis.sides(w.shape, self.largest, self.sides, self.block)
             if any(has):
                 state[MEAN][n] = w.new_zeros(lengths)
             for name, length in [
                 (name, size) for name, size, wanted in zip(SIDES, lengths, has, strict=True) if wanted
             ]:
-                state[name][n] = torch.eye(length, dtype=w.dtype, device=w.device)
+                count = eigenbasis.blocks(length, self.block)
+                basis = torch.eye(length // count, dtype=w.dtype, device=w.device)
+                state[name][n] = basis.repeat(count, 1, 1) if count > 1 else basis
                 state[f"{name} covariance"][n] = torch.zeros_like(state[name][n])
         return {**state, "ahead": [torch.zeros_like(w) for w in weights]} if self.predict else state
 
@@ -178,7 +186,7 @@ class EigenDelay(Method):
         second = [r for r, t in enumerate(counts) if t == self.refresh]
         some_second = _chosen(second, rows)
         first_bases = [None if basis is None else basis[some_second].clone() for basis in bases] if second else []
-        renewed = self._renewed(n, state, counts, rows)
+        renewed = self._renewed(n, state, counts, horizons, rows)
         turned, mean = rotated(g, *bases), state[MEAN][n]
         mean.lerp_(turned, 1 - beta1)
         if renewed:
@@ -232,9 +240,16 @@ class EigenDelay(Method):
         """Whether the second moment begins anew at the second bases."""
         return self.second_moment in ("bounded", "anew")
 
-    def _renewed(self, n: int, state: State, counts: Sequence[float], rows: int) -> list[int]:
+    def _due(self, t: float, D: float) -> bool:
+        """Whether bases are renewed at update t."""
+        since, every = t - self.refresh, self.refresh + round(self.refresh_by_delay * D)
+        return t == 1 or (since >= 0 and since % every == 0)
+
+    def _renewed(
+        self, n: int, state: State, counts: Sequence[float], delays: Sequence[float], rows: int
+    ) -> list[int]:  # fmt: skip
         """Renew the bases of matrix n in those rows whose number of updates asks for it; return these rows."""
-        due = [r for r, t in enumerate(counts) if t == 1 or t % self.refresh == 0]
+        due = [r for r, (t, D) in enumerate(zip(counts, delays, strict=True)) if self._due(t, D)]
         firsts = [r for r in due if counts[r] in (1, self.refresh)]
         for some, found in (
             (firsts, eigenbasis.eigenvectors),

@@ -5,8 +5,9 @@
     Q ← qr(L·Q).Q                                               later: one step of power iteration
     G̃ = Q_Lᵀ·G·Q_R                G = Q_L·G̃·Q_Rᵀ
 
-Matrices may be batches (…, rows, columns). A side without a basis has None in its place. What is not finite, or too
-small for its type, leaves a basis as it was, so that a basis is always orthonormal.
+Matrices may be batches (…, rows, columns). A side without a basis has None in its place. A side may have a basis per
+block of so many rows or columns: L and Q are block-diagonal then, and kept as (…, blocks, block, block). What is not
+finite, or too small for its type, leaves a basis as it was, so that a basis is always orthonormal.
 
 Vyas et al., arXiv 2409.11321 (SOAP); Jung et al., arXiv 2602.03515 (basis rotation).
 """
@@ -38,15 +39,21 @@ def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(x.shape[0], -1)
 
 
-def sides(shape: Sequence[int], largest: int, count: int = 2) -> tuple[bool, bool]:
+def blocks(length: int, block: int | None) -> int:
+    """The number of bases of a side: one per block where it is a multiple of that."""
+    return length // block if block and length and length % block == 0 else 1
+
+
+def sides(shape: Sequence[int], largest: int, count: int = 2, block: int | None = None) -> tuple[bool, bool]:
     """Whether the rows and the columns of a weight of this shape get a basis.
 
-    Vectors get none, and neither do sides longer than `largest`. count: 2; 1: the shorter side alone; 0: none.
+    Vectors get none, and neither do sides longer than `largest`, but in blocks. count: 2; 1: the shorter side alone;
+    0: none.
     """
     if len(shape) < 2 or not count:
         return False, False
     rows, columns = shape[0], torch.Size(shape[1:]).numel()
-    left, right = 1 < rows <= largest, 1 < columns <= largest
+    left, right = (1 < n // blocks(n, block) <= largest for n in (rows, columns))
     return (left, right) if count == 2 else (left and rows < columns, right and rows >= columns)
 
 
@@ -68,6 +75,10 @@ def covariance(before: Tensor, gradient: Tensor, beta: float, *, left: bool) -> 
 
 def add_covariance(before: Tensor, gradient: Tensor, beta: float, *, left: bool) -> None:
     """The same in one pass through memory, which rounds otherwise."""
+    if before.dim() > gradient.dim():
+        part = _cut(gradient if left else gradient.mT, before)
+        before.lerp_(part @ part.mT, 1 - beta)
+        return
     pair = (gradient, gradient.mT) if left else (gradient.mT, gradient)
     _add_product(before, *pair, keep=beta, by=1 - beta)
 
@@ -113,17 +124,22 @@ def _sound(found: Tensor, before: Tensor) -> Tensor:
 
 def rotated(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
     """Q_Lᵀ·X·Q_R."""
-    x = x if left is None else left.mT @ x
-    return x if right is None else x @ right
+    x = x if left is None else _times(left.mT, x)
+    if right is None:
+        return x
+    return x @ right if right.dim() <= x.dim() else _times(right.mT, x.mT).mT
 
 
 def add_restored(into: Tensor, x: Tensor, left: Tensor | None, right: Tensor | None, *, keep: float = 1) -> None:
     """Y ← keep·Y + Q_L·X·Q_Rᵀ in place; one side at least has a basis."""
-    if right is None:
-        assert left is not None
-        _add_product(into, left, x, keep=keep)
+    last = left if right is None else right
+    assert last is not None
+    if last.dim() > x.dim():
+        into.mul_(keep).add_(restored(x, left, right))
+    elif right is None:
+        _add_product(into, last, x, keep=keep)
     else:
-        _add_product(into, x if left is None else left @ x, right.mT, keep=keep)
+        _add_product(into, x if left is None else _times(left, x), right.mT, keep=keep)
 
 
 def _add_product(into: Tensor, a: Tensor, b: Tensor, *, keep: float, by: float = 1) -> None:
@@ -133,5 +149,14 @@ def _add_product(into: Tensor, a: Tensor, b: Tensor, *, keep: float, by: float =
 
 def restored(x: Tensor, left: Tensor | None, right: Tensor | None) -> Tensor:
     """Q_L·X·Q_Rᵀ."""
-    x = x if left is None else left @ x
-    return x if right is None else x @ right.mT
+    return rotated(x, None if left is None else left.mT, None if right is None else right.mT)
+
+
+def _times(basis: Tensor, x: Tensor) -> Tensor:
+    """Q·X, where Q may be block-diagonal."""
+    return basis @ x if basis.dim() <= x.dim() else (basis @ _cut(x, basis)).flatten(-3, -2)
+
+
+def _cut(x: Tensor, like: Tensor) -> Tensor:
+    """(…, rows, columns) as (…, blocks, block, columns), by blocks or their bases."""
+    return x.unflatten(-2, like.shape[-3:-1])

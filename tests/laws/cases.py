@@ -66,7 +66,9 @@ CASES: dict[str, Callable[[int], pipeback.Method]] = {
     "gap_aware+msnag": lambda S: pipeback.chain(methods.create("gap_aware"), methods.create("msnag", slack=1)),
     "staleness_lr+ef": lambda S: pipeback.chain(methods.create("staleness_lr"), methods.create("ef")),
     "eigendelay": lambda S: methods.create("eigendelay"),
-    "eigendelay-stash": lambda S: methods.create("eigendelay", stash=True, slack=1, refresh=3),
+    "eigendelay-stash": lambda S: methods.create(
+        "eigendelay", stash=True, slack=1, refresh=3, block=2, refresh_by_delay=0.5
+    ),
     "eigendelay-one-side": lambda S: methods.create("eigendelay", sides=1, predict=False, refresh=4),
 }
 

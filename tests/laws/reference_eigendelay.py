@@ -20,6 +20,8 @@ class EigenDelay(Recurrence):
         power: float = 1.0,
         decay: float = 0.99,
         refresh: int = 10,
+        refresh_by_delay: float = 0.0,
+        block: int | None = None,
         sides: int = 2,
         second_moment: str = "turned",
         largest: int = 1024,
@@ -32,7 +34,7 @@ class EigenDelay(Recurrence):
         super().__init__(*args, **kwargs)
         self.scale, self.power, self.beta, self.refresh, self.sides = scale, power, decay, refresh, sides
         self.largest, self.over, self.spike, self.predict, self.stash = largest, over, spike, predict, stash
-        self.second_moment = second_moment
+        self.second_moment, self.refresh_by_delay, self.block = second_moment, refresh_by_delay, block
         self.bases: dict[tuple[int, int], list[list[Array]]] = {}  # of (stage, tensor): L and R, and their eigenvectors
         self.shifts: dict[tuple[int, int], list[Array]] = {}  # of (stage, version), by tensor
 
@@ -43,8 +45,12 @@ class EigenDelay(Recurrence):
         if len(shape) < 2 or not self.sides:
             return [False, False]
         r, c = shape
-        wanted = [1 < n <= self.largest for n in shape]
+        wanted = [1 < self.length(n) <= self.largest for n in shape]
         return wanted if self.sides == 2 else [wanted[0] and r < c, wanted[1] and r >= c]
+
+    def length(self, n: int) -> int:
+        """Of a basis of a side."""
+        return n if self.block is None or n % self.block else self.block
 
     def version_backward(self, s: int, j: int) -> int:
         return self.version_forward(s, j) if self.stash else super().version_backward(s, j)
@@ -113,11 +119,16 @@ class EigenDelay(Recurrence):
         """The eigenvectors of this side of a gradient, which is taken into its covariance first."""
         known = self.bases.setdefault((s, p), [[], []])
         product = g @ g.T if side == 0 else g.T @ g
-        before, vectors = known[side] or [0 * product, np.eye(len(product))]
-        covariance = self.beta * before + (1 - self.beta) * product
-        if t in (1, self.refresh):
-            vectors = np.linalg.eigh(covariance)[1][:, ::-1]
-        elif t % self.refresh == 0:
-            vectors = np.linalg.qr(covariance @ vectors)[0]
+        n, length = len(product), self.length(len(product))
+        product = product * np.kron(np.eye(n // length), np.ones((length, length)))
+        before, vectors = known[side] or [0 * product, np.eye(n)]
+        covariance, vectors = self.beta * before + (1 - self.beta) * product, vectors.copy()
+        every = self.refresh + round(self.refresh_by_delay * self.delay(s))
+        for k in range(0, n, length):
+            part = slice(k, k + length), slice(k, k + length)
+            if t in (1, self.refresh):
+                vectors[part] = np.linalg.eigh(covariance[part])[1][:, ::-1]
+            elif t > self.refresh and (t - self.refresh) % every == 0:
+                vectors[part] = np.linalg.qr(covariance[part] @ vectors[part])[0]
         known[side] = [covariance, vectors]
         return vectors

@@ -38,6 +38,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "second moment bounded": {"second_moment": "bounded", "refresh": 3},
     "second moment anew": {"second_moment": "anew", "refresh": 7},
     "no basis": {"sides": 0},
+    "blocks": {"block": 2, "refresh": 4},
+    "refresh by delay": {"refresh": 4, "refresh_by_delay": 0.5},
     "too large": {"largest": 3},
     "without c": {"over": False, "slack": 1},
     "without spike": {"spike": False},
@@ -92,17 +94,20 @@ def test_one_side_of_matrices_that_are_not_square(slack: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("more", "stash"),
-    diagonal([{"replicas": 2}, {"replicas": 3}, {"vectorize": True}, {"vectorize": "auto"}], [False, True]),
+    ("more", "of_method"),
+    diagonal(
+        [{"replicas": 2}, {"replicas": 3}, {"vectorize": True}, {"vectorize": "auto"}],
+        [{}, {"stash": True, "block": 2, "refresh_by_delay": 0.5}],
+    ),
 )
-def test_replicas_and_stages_as_one_agree(more: dict[str, Any], stash: bool) -> None:
+def test_replicas_and_stages_as_one_agree(more: dict[str, Any], of_method: dict[str, Any]) -> None:
     found: list[torch.Tensor] = []
     for options in ({}, more):
         torch.manual_seed(0)
         pipe = pipeback.Pipeline(
             nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(STAGES))).double(), loss=nn.functional.mse_loss,
             optimizer=lambda p: torch.optim.AdamW(p, lr=0.01, eps=1e-2),
-            method=create("eigendelay", refresh=5, stash=stash), **options,
+            method=create("eigendelay", refresh=5, **of_method), **options,
         )  # fmt: skip
         for _ in range(25):
             pipe.push(*torch.randn(2, BATCH, WIDTH, dtype=torch.float64))
@@ -165,6 +170,26 @@ def test_a_side_that_is_too_long_has_no_basis_and_it_is_said_once() -> None:
     for _ in range(12):
         pipe.push(torch.randint(0, 77, (3, 2)), torch.randn(3, 2, 77))
     assert bool(torch.cat([p.flatten() for p in pipe.model.parameters()]).isfinite().all())
+
+
+def test_blocks_of_long_sides_have_bases() -> None:
+    """Each block is orthonormal; a side that is no multiple has one basis, and where that is too long, none."""
+    model = nn.Sequential(nn.Linear(6, 12), nn.Linear(12, 7), nn.Linear(7, 30), nn.Linear(30, 2))
+    with pytest.warns(UserWarning, match=r"shape \(7, 12\) .* longer than 6"):
+        pipe = pipeback.Pipeline(
+            model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.AdamW(p, lr=1e-3),
+            method=create("eigendelay", largest=6, block=3, refresh=2),
+        )  # fmt: skip
+    for _ in range(12):
+        pipe.push(torch.randn(16, 6), torch.randn(16, 2))
+    pipe.drain()
+    shape = lambda basis: basis if basis is None else tuple(basis.shape)  # noqa: E731
+    found = [[shape(stage.state[name][0]) for name in ("left", "right")] for stage in pipe._engine.stages]
+    assert found == [[(4, 3, 3), (2, 3, 3)], [None, (4, 3, 3)], [(10, 3, 3), None], [(2, 2), (10, 3, 3)]]
+    for stage in pipe._engine.stages:
+        for basis in [*stage.state["left"], *stage.state["right"]]:
+            if basis is not None:
+                torch.testing.assert_close(basis.mT @ basis, torch.eye(basis.shape[-1]).expand_as(basis))
 
 
 def test_kernels_are_taken_as_matrices_and_lie_as_they_lay() -> None:

@@ -143,7 +143,8 @@ def test_options_are_checked_when_a_method_is_built():
         ("msnag", {"stash": 1}), ("gap_aware", {"decay": 1.0}), ("dc_asgd", {"strength": -1}),
         ("dc_asgd", {"decay": "much"}), ("braking", {"strength": None}), ("staleness_lr", {"scale": 0}),
         ("staleness_lr", {"power": float("inf")}), ("pipeoptim", {"micro_batches": 0}), ("eigendelay", {"sides": 3}),
-        ("eigendelay", {"refresh": 0}), ("eigendelay", {"decay": 1}), ("eigendelay", {"scale": 0}),
+        ("eigendelay", {"refresh": 0}), ("eigendelay", {"block": 0}), ("eigendelay", {"refresh_by_delay": -1}),
+        ("eigendelay", {"decay": 1}), ("eigendelay", {"scale": 0}),
         ("eigendelay", {"second_moment": "new"}),
     ]:  # fmt: skip
         with pytest.raises(ValueError, match="must|is a number of updates|counts micro-batches"):
