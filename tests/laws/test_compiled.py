@@ -71,7 +71,7 @@ FEW = ["pb", "cerebras", "pipedream_2bw", "gpipe-4", "pipemare", "lwp-horizon3"]
 @pytest.mark.parametrize(
     ("model", "case"),
     [
-        rare(small, "pb"), (images, "pb"), rare(images, "pipedream"), rare(images, "pipemare"),
+        (small, "pb"), rare(images, "pb"), rare(images, "pipedream"), rare(images, "pipemare"),
         *[rare(small, case) for case in FEW if case != "pb"],
     ],
 )  # fmt: skip

@@ -15,6 +15,7 @@ from pipeback.planner.options import Option
 from pipeback.planner.refusals import NothingFits
 from pipeback.planner.search import question, within
 from pipeback.planner.techniques import technique
+from tests.helpers.choice import rare
 
 SMALL = Model.gpt(8, 1024, 16, context=512)
 
@@ -193,20 +194,21 @@ def test_an_option_is_checked():
         assert says in str(found.value)
 
 
-def test_what_fits_nowhere_says_what_does():
+@pytest.mark.parametrize(("model", "devices"), [("gpt:13b", "1xA100"), rare("gpt:175b", "8xA100")])
+def test_what_fits_nowhere_says_what_does(model, devices):
     with pytest.raises(NothingFits) as found:
-        search("gpt:175b", "8xA100")
+        search(model, devices)
     text = str(found.value)
-    assert "gpt:175b does not fit on 8xA100" in text and "A100 has 80.0 GB" in text
+    assert f"{model} does not fit on {devices}" in text and "A100 has 80.0 GB" in text
     assert found.value.required > 80e9
     cures = text.partition("What fits: ")[2].split(", ")
     assert len(cures) >= 2
     for cure in cures:  # as typed
         name, _, value = cure.partition("=")
         if name == "devices":
-            assert search("gpt:175b", value).best.fits
+            assert search(model, value).best.fits
         else:
-            assert search("gpt:175b", "8xA100", fixed=Fixed(stores=(value,))).best.fits
+            assert search(model, devices, fixed=Fixed(stores=(value,))).best.fits
 
 
 def test_refused_methods_say_what_they_need():

@@ -17,7 +17,7 @@ OPTIMIZERS = sorted(file.stem for file in (ROOT / "conf" / "optimizer").glob("*.
 METHODS = sorted(file.stem for file in (ROOT / "conf" / "method").glob("*.yaml") if file.stem != "installed")
 
 
-@pytest.mark.parametrize("optimizer", mostly_rare(OPTIMIZERS, "muon", "sgd"))
+@pytest.mark.parametrize("optimizer", mostly_rare(OPTIMIZERS, "nadam_async", "sgd"))
 def test_every_optimizer_trains_and_goes_on(optimizer, tmp_path):
     """With the options of its file, under delay, and from a checkpoint with micro-batches in flight."""
     options = [*TINY, f"optimizer={optimizer}", "method=pipedream", "validate_every=2", "epochs=2"]

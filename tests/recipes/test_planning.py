@@ -134,7 +134,7 @@ def test_a_device_that_is_not_here(tmp_path):
     (["gpt:13b", "gpt:22b", "devices=8xA100"], "two models, gpt:13b and gpt:22b; plan one at a time"),
     (["gpt:13b", "devices=8xA100", "stages=41"], "stages=41 are more than the 40 layers of gpt:13b; give stages=40"),
     (["gpt:layers=4,width=100,heads=3", "devices=8xA100"], "heads=3 do not divide width=100"),
-    (["gpt:175b", "devices=8xA100"], "gpt:175b does not fit on 8xA100"),
+    (["gpt:13b", "devices=1xA100"], "gpt:13b does not fit on 1xA100"),
     (["gpt:13b", "devices=8xA100", "in=soon"], "in='soon' is no time; write for example in=30d"),
     (["gpt:13b", "devices=8xA100", "out=plan.doc"], "plan.doc must end in one of .html, .png"),
     (["gpt:13b", "devices=8xA100", "out=nowhere/plan.png"], "there is no folder nowhere"),
