@@ -16,6 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,7 +29,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from pipeback.counts import counted
-from pipeback.recipes import build
+from pipeback.recipes import build, forks
 from pipeback.recipes.command import mistakes, quoted, start
 from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, state
@@ -146,8 +147,12 @@ def compare(
         seeds = ",".join(dict.fromkeys(str(run.seed) for run in todo))
         labels = ",".join(dict.fromkeys(run.label for run in todo))
         sweep = [f"seed={seeds}", f"method={labels}", f"hydra.sweep.dir={literal(str(out))}"]
-        sys.argv[1:] = ["-m", *given, *sweep, *launcher(words, config["jobs"], console)]
-        with Live({run.out: f"{run.label} [dim]seed {run.seed}[/dim]" for run in todo}, console):
+        chosen = launcher(words, config["jobs"], console)
+        sys.argv[1:] = ["-m", *given, *sweep, *chosen]
+        with (
+            Live({run.out: f"{run.label} [dim]seed {run.seed}[/dim]" for run in todo}, console),
+            forks.of_joblib() if chosen else nullcontext(),
+        ):
             try:
                 start("compare", job, "train")
             except BrokenProcessPool as error:

@@ -11,7 +11,6 @@ written anew whenever one ends; `pipeback results FOLDER` prints and draws it.
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import re
 import shlex
@@ -29,7 +28,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from pipeback.counts import counted
-from pipeback.recipes import build
+from pipeback.recipes import build, forks
 from pipeback.recipes.command import mistakes, quoted, start
 from pipeback.recipes.compare import ALL, entry
 from pipeback.recipes.interrupts import follow, stoppable
@@ -100,8 +99,7 @@ def each(jobs: Sequence[Job], processes: int) -> Iterator[None]:
             resume(job.values)
             yield
         return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(min(processes, len(jobs)), spawn, follow, (os.getpid(),)) as pool:
+    with ProcessPoolExecutor(min(processes, len(jobs)), forks.context(), follow, (os.getpid(),)) as pool:
         try:
             for future in as_completed([pool.submit(resume, job.values) for job in jobs]):
                 future.result()

@@ -98,9 +98,24 @@ def stale(methods: Sequence[Method], kind: str) -> Draw | str:
 def drawing(draw: Draw | str, file: Path) -> Picture:
     if isinstance(draw, str):
         return Picture(missing=draw)
+    small, large = draw(True), draw(False)
+    light = [(PHONE, png(small)), ("", png(large, file))]
     with plt.rc_context(ON_DARK):
-        dark = [(f"{NIGHT} and {PHONE}", png(draw(True))), (NIGHT, png(draw(False)))]
-    return Picture([*dark, (PHONE, png(draw(True))), ("", png(draw(False), file))])
+        dark = [
+            (f"{NIGHT} and {PHONE}", png(as_laid_out(draw(True), small))),
+            (NIGHT, png(as_laid_out(draw(False), large))),
+        ]
+    return Picture([*dark, *light])
+
+
+def as_laid_out(figure: plt.Figure, other: plt.Figure) -> plt.Figure:
+    """Place all as in the other one, which has the same parts and was saved: to find the places takes longer than to
+    draw.
+    """
+    for axes, there in zip(figure.axes, other.axes, strict=True):
+        axes.set_position(there.get_position())
+    figure.set_layout_engine("none")
+    return figure
 
 
 def png(figure: plt.Figure, file: Path | None = None) -> str:

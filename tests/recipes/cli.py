@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 import warnings
-from contextlib import contextmanager, nullcontext, redirect_stderr, redirect_stdout
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from typing import NamedTuple
 
 import pytest
@@ -17,6 +17,7 @@ from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from omegaconf import OmegaConf
 
+from pipeback.recipes import forks
 from pipeback.recipes.main import main
 from tests.helpers.processes import forked
 
@@ -47,6 +48,7 @@ def pipeback(*arguments, cwd, run=main):
         patch.chdir(cwd)
         # no file in conf/ has a mode, for which Hydra would compose everything once more
         patch.setattr(Hydra, "get_mode", lambda *given, **named: None)
+        patch.setattr(forks, "begin", forked)  # of what other tests need, too
         patch.setattr(sys, "argv", ["pipeback", *map(str, arguments)])
         try:
             run()
@@ -62,45 +64,37 @@ def pipeback(*arguments, cwd, run=main):
     return Done(code, out.getvalue(), err.getvalue())
 
 
-def apart(command, *arguments, cwd, joblib=None):
-    """`pipeback COMMAND ...` in a process of its own, the first of its group, with all that it says in said.txt.
-
-    joblib: "forkserver" has the processes that it starts with joblib forked from one that has imported what they need.
-    """
-    process = forked().Process(target=_apart, args=(command, [*map(str, arguments)], str(cwd), joblib))
+def apart(command, *arguments, cwd):
+    """`pipeback COMMAND ...` in a process of its own, the first of its group, with all that it says in said.txt."""
+    process = forked().Process(target=_apart, args=(command, [*map(str, arguments)], str(cwd)))
     process.start()
     return process
 
 
-def _apart(command, words, folder, joblib):
+def _apart(command, words, folder):
     os.setsid()
     os.chdir(folder)
     with open("said.txt", "w") as said:
         for stream in (1, 2):
             os.dup2(said.fileno(), stream)
     sys.argv = ["pipeback", command, *words]
-    with joblib_processes(joblib) if joblib else nullcontext():
-        main()
+    main()
 
 
 @contextmanager
-def joblib_processes(start=None):
+def joblib_processes():
     """Hydra's launcher for several processes; skips where it is not installed.
 
     Those that it keeps are ended before, since they stay in the folder of the test that started them, and a run writes
-    into a path that begins there. start: "forkserver" has them forked from one that has imported what they need.
+    into a path that begins there.
     """
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")
     from joblib.externals.loky import get_reusable_executor
-    from joblib.externals.loky.backend.context import set_start_method
 
     get_reusable_executor().shutdown(kill_workers=True)
-    if start is not None and forked().get_start_method() == start:
-        set_start_method(start, force=True)
     try:
         yield
     finally:
-        set_start_method(None, force=True)
         get_reusable_executor().shutdown(kill_workers=True)
 
 

@@ -5,6 +5,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 import time
 from itertools import pairwise
 from pathlib import Path
@@ -17,6 +18,7 @@ pytest.importorskip("hydra")
 pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
+from pipeback.recipes import forks
 from pipeback.recipes.live import Live, state
 from tests.helpers.choice import rare
 from tests.recipes.cli import TINY, apart, config, facts, joblib_processes, numbers, pipeback
@@ -70,9 +72,10 @@ def test_a_run_is_what_train_makes_of_it(compared, tmp_path):
 
 
 @pytest.mark.soak
-@pytest.mark.parametrize("start", ["forkserver", None])
-def test_two_processes_give_the_same(start, compared, no_report, tmp_path):
-    with joblib_processes(start):
+@pytest.mark.parametrize("forked", [True, False])
+def test_two_processes_give_the_same(forked, compared, no_report, tmp_path, monkeypatch):
+    monkeypatch.setattr(forks, "SAFE", forked and forks.SAFE)
+    with joblib_processes():
         done = pipeback("compare", *TINY, *COMPARED, "seeds=1", "jobs=2", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     for name in ("sgd-seed0", "pipedream-slack2-seed0"):
@@ -133,12 +136,24 @@ def test_nothing_that_a_run_wrote_is_deleted_and_finished_runs_are_taken_over(mo
                         ["sgd-seed0-3", "pb-seed0"]]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("number", "start"), [(signal.SIGINT, "forkserver"), rare(signal.SIGINT, None), rare(signal.SIGTERM, None)]
-)
-def test_a_signal_ends_every_process_and_says_how_to_go_on(number, start, tmp_path):
+@pytest.mark.soak
+def test_what_processes_are_forked_from_touches_no_gpu():
+    """CUDA that was asked for its devices before a fork cannot be used after it."""
+    code = (
+        "import torch\nfor name in ('_cuda_getDeviceCount', '_cuda_init', '_accelerator_getAccelerator'):\n"
+        "    assert hasattr(torch._C, name)\n"
+        "    setattr(torch._C, name, lambda *given: 1 / 0)\n"
+        "for name in ('is_available', 'device_count'):\n"
+        "    setattr(torch.cuda, name, lambda: 1 / 0)\n"
+    )
+    imports = "".join(f"import {name}\n" for name in forks.IMPORTED)
+    subprocess.run([sys.executable, "-c", code + imports], check=True)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, rare(signal.SIGTERM)])
+def test_a_signal_ends_every_process_and_says_how_to_go_on(number, tmp_path):
     words = ["methods=[sgd,pb]", "data.samples=96", "epochs=5000", "jobs=2", "out=here", *TINY[-2:]]
-    command = apart("compare", *words, cwd=tmp_path, joblib=start)
+    command = apart("compare", *words, cwd=tmp_path)
     try:
         within(200, lambda: len(list((tmp_path / "here").glob("*/metrics.csv"))) == 2)
         os.kill(command.pid, number)

@@ -16,7 +16,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
 from pipeback import methods, plugins
-from pipeback.recipes import command
+from pipeback.recipes import command, forks
 from tests.helpers.choice import mostly_rare, rare
 from tests.helpers.processes import fork_for_spawn
 from tests.recipes.cli import SMALL, TINY, config, facts, joblib_processes, numbers, pipeback, rows
@@ -151,7 +151,7 @@ def test_sweep_over_other_options_tells_folders_apart(tmp_path):
 def test_sweep_by_joblib(tmp_path):
     """Two processes: as many bits as in this one."""
     options = [*TINY, "method=sgd,pb", "callbacks=minimal", "-m", "hydra/launcher=joblib", "hydra.launcher.n_jobs=2"]
-    with joblib_processes("forkserver"):
+    with joblib_processes(), forks.of_joblib():
         done = pipeback("train", *options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert pipeback("train", *TINY, "method=pb", "callbacks=minimal", "out=here", cwd=tmp_path).returncode == 0

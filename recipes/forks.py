@@ -1,0 +1,44 @@
+"""Forks: the processes of a command are forked from one that has imported what they need, while the command did.
+
+Nothing here imports torch, so that both can begin their imports at once. Importing touches no GPU, which a process
+could not use after a fork. Where forking is not safe, processes are new interpreters.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing import forkserver
+from multiprocessing.context import BaseContext
+
+IMPORTED = ["pipeback.recipes.work"]
+SAFE = sys.platform == "linux"
+
+
+def begin() -> None:
+    """Have the imports begin, in the process that the others will be forked from."""
+    if SAFE:
+        multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+        forkserver.ensure_running()
+
+
+def context() -> BaseContext:
+    """How to start a process."""
+    begin()
+    return multiprocessing.get_context("forkserver" if SAFE else "spawn")
+
+
+@contextmanager
+def of_joblib() -> Iterator[None]:
+    """A context in which joblib forks the processes that it starts."""
+    from joblib.externals.loky.backend.context import get_context, set_start_method
+
+    before = get_context().get_start_method()
+    begin()
+    set_start_method("forkserver" if SAFE else before, force=True)
+    try:
+        yield
+    finally:
+        set_start_method(before, force=True)
