@@ -13,10 +13,10 @@ from __future__ import annotations
 import gc
 import statistics
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from itertools import cycle
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -29,7 +29,17 @@ from pipeback.recipes.data.shakespeare import Shakespeare
 from pipeback.recipes.markdown import table
 from pipeback.recipes.models.transformer import transformer
 
-METHODS = ("pb", "staleness_lr", "msnag", "eigendelay")
+METHODS: dict[str, Mapping[str, Any]] = {
+    "pb": {},
+    "staleness_lr": {},
+    "msnag": {},
+    "eigendelay": {},
+    "eigendelay refresh=40": {"refresh": 40},
+    "eigendelay refresh_by_delay=1": {"refresh_by_delay": 1},
+    "eigendelay refresh_by_delay=4": {"refresh_by_delay": 4},
+    "eigendelay block=48": {"block": 48},
+    "eigendelay block=12": {"block": 12},
+}
 Push = Callable[[], object]  # trains an update
 Vectorize = Literal["auto"] | bool
 
@@ -122,11 +132,11 @@ def plain(case: Case) -> Push:
 
 
 def pushed(case: Case, method: str, vectorize: Vectorize = "auto") -> Push:
-    """A pipeline that is full; every call is a push of one micro-batch."""
+    """A pipeline that is full; every call is a push of one micro-batch. method: one of METHODS."""
     characters, batches = windows(case)
     pipe = pipeback.Pipeline(
-        network(case, characters), loss=cross_entropy, optimizer=adamw, method=method, micro_batch_size=case.batch,
-        vectorize=vectorize,
+        network(case, characters), loss=cross_entropy, optimizer=adamw, micro_batch_size=case.batch,
+        method=pipeback.methods.create(method.split()[0], **METHODS[method]), vectorize=vectorize,
     )  # fmt: skip
     turns = iter(batches)
     for _ in range(2 * case.stages + 10):  # the first bases of eigendelay come ten updates after the first backward

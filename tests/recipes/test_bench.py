@@ -233,19 +233,20 @@ def test_cutting_and_handing_on(capsys, monkeypatch):
 @pytest.mark.soak
 def test_research_by_method_over_the_plain_loop(capsys, monkeypatch):
     """Losses fall: it is the recipe's network on text, and every push trains it."""
-    monkeypatch.setattr(research, "METHODS", ("pb", "eigendelay"))
+    methods = {name: research.METHODS[name] for name in ("pb", "eigendelay", "eigendelay block=12")}
+    monkeypatch.setattr(research, "METHODS", methods)
     case = research.Case(depth=1, width=8, context=4, batch=2, turn=2)
     research.main(1, case)
     head, _, *rows = cells(capsys.readouterr().out)
     assert head == ["4 stages, width 8, batch 2, AdamW", "CPU ms/update", "of plain"]
-    assert [row[0] for row in rows] == ["plain loop", "`pb`, event loop", "`pb`", "`eigendelay`"]
+    assert [row[0] for row in rows] == ["plain loop", "`pb`, event loop", *(f"`{name}`" for name in methods)]
     assert rows[0][2] == "1.00" and all(float(row[1].split()[0]) > 0 and float(row[2]) > 0 for row in rows)
     push = research.pushed(case, "pb", vectorize=True)
     losses = torch.stack([push() for _ in range(400)])
     assert losses[-50:].mean() < losses[:50].mean() - 0.2
     turns = []
     research.train(case, "pb", False, (turns.append(None) for _ in range(2)))
-    assert len(turns) == 2 and len(research.rows()) == 3
+    assert len(turns) == 2 and len(research.rows()) == 4
 
 
 def test_auto_beside_what_it_goes_by(capsys, monkeypatch):
