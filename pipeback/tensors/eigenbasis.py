@@ -159,4 +159,5 @@ def _times(basis: Tensor, x: Tensor) -> Tensor:
 
 def _cut(x: Tensor, like: Tensor) -> Tensor:
     """(…, rows, columns) as (…, blocks, block, columns), by blocks or their bases."""
-    return x.unflatten(-2, like.shape[-3:-1])
+    found: Tensor = x.unflatten(-2, like.shape[-3:-1])
+    return found
