@@ -7,6 +7,7 @@ could not use after a fork. Where forking is not safe, processes are new interpr
 from __future__ import annotations
 
 import multiprocessing
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,13 +16,21 @@ from multiprocessing.context import BaseContext
 
 IMPORTED = ["pipeback.recipes.work"]
 SAFE = sys.platform == "linux"
+SAFE_PATH = "PYTHONSAFEPATH"
 
 
 def begin() -> None:
     """Have the imports begin, in the process that the others will be forked from."""
-    if SAFE:
-        multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    if not SAFE:
+        return
+    multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"  # else a file in the user's folder could be imported in place of a module
+    try:
         forkserver.ensure_running()
+    finally:
+        del os.environ[SAFE_PATH]
+        os.environ.update({} if before is None else {SAFE_PATH: before})
 
 
 def context() -> BaseContext:
