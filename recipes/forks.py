@@ -24,13 +24,13 @@ def begin() -> None:
     if not SAFE:
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
-    before = os.environ.get(SAFE_PATH)
-    os.environ[SAFE_PATH] = "1"  # else a file in the user's folder could be imported in place of a module
+    mine = SAFE_PATH not in os.environ
+    os.environ.setdefault(SAFE_PATH, "1")  # else a file in the user's folder could be imported in place of a module
     try:
         forkserver.ensure_running()
     finally:
-        del os.environ[SAFE_PATH]
-        os.environ.update({} if before is None else {SAFE_PATH: before})
+        if mine:
+            del os.environ[SAFE_PATH]
 
 
 def context() -> BaseContext:
