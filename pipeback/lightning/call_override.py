@@ -26,6 +26,36 @@ def call_instead(module: nn.Module, forward: Callable[..., Any] | None) -> Itera
                 module.forward = own
 
 
+class Fronts:
+    """Forwards that stand in for those of modules until they are taken back."""
+
+    def __init__(self) -> None:
+        self._own: dict[nn.Module, Callable[..., Any] | None] = {}  # of each: one that was set by the user
+
+    def put(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+        self._own.setdefault(module, module.__dict__.get("forward"))
+        module.forward = forward
+
+    @contextmanager
+    def lifted(self) -> Iterator[None]:
+        """A context within which all modules run their own forwards."""
+        put = {module: module.forward for module in self._own}
+        self.back()
+        try:
+            yield
+        finally:
+            for module, forward in put.items():
+                self.put(module, forward)
+
+    def back(self) -> None:
+        """Give all modules their own forwards again."""
+        for module, own in self._own.items():
+            module.__dict__.pop("forward", None)
+            if own is not None:
+                module.forward = own
+        self._own.clear()
+
+
 @contextmanager
 def without_hooks(module: nn.Module) -> Iterator[None]:
     """A context within which the module has no hooks: only one of two who call it is to run them."""

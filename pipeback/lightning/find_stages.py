@@ -227,10 +227,10 @@ def _on_device_of(module: nn.Module, example: Any) -> Any:
     return Arguments(*form.fill([t.to(device) for t in tensors]))
 
 
-def few(name: str, stages: int, ranks: int) -> str:
-    """The message of the error that there are fewer stages than devices."""
+def few(shown: str, stages: int, ranks: int) -> str:
+    """The message of the error that there are fewer stages than devices. shown: the module that is trained."""
     return (
-        f"several devices: self.{name} has {counted(stages, 'stage')} for {ranks} devices; use as many devices or "
+        f"several devices: {shown} has {counted(stages, 'stage')} for {ranks} devices; use as many devices or "
         "less, or "
         'split it finer (stages="layer")'
     )

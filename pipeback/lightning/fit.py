@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -141,7 +141,8 @@ class Fit:
             torch.set_default_dtype(inside)
         self.update = (batches, per_batch)
         if self.visits is not None:
-            self.visits.stream(self._present, self._visit)
+            held = [p for part in split.parts for p in part.module.parameters()]
+            self.visits.stream(self._present, self._visit, held)
 
     def _begin(self, example: Any) -> None:
         """Build the pipeline of a module that is called for the first time."""
@@ -354,7 +355,8 @@ class Fit:
         """Within this context the stages run; a module has its own forward, for it may be traced for another input."""
         begin = time.perf_counter()
         try:
-            with by_itself(self.found.module, self._own), self.rank.at_work():
+            lifted = nullcontext() if self.visits is None else self.visits.lifted()
+            with by_itself(self.found.module, self._own), lifted, self.rank.at_work():
                 yield
         finally:
             self.busy += time.perf_counter() - begin

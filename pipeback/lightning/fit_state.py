@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
@@ -27,6 +27,9 @@ class StateOfRank(Protocol):
 
     def stepped(self, fit: Fit) -> None:
         """Hear that the updates of a step have been made."""
+
+    def validation(self, state: FitState) -> AbstractContextManager[None]:
+        """A context within which `validation_step` can call the modules that `training_step` calls."""
 
     def whole(self, state: FitState) -> AbstractContextManager[None]:
         """A context within which the module has all weights on rank 0, which writes checkpoints, and no work runs."""
@@ -57,6 +60,7 @@ class FitState:
         self.fit, self.rank = fit, rank
         self.left = False  # the pipeline has ended, and its weights are in the module again
         self.last: dict[str, Any] | None = None  # the state of the pipeline at the end of the fit
+        self._validation = ExitStack()  # while validation runs
 
     @property
     def lost(self) -> bool:
@@ -91,6 +95,18 @@ class FitState:
         """Give the module its weights again; close the pipeline if others need its processes or files."""
         self.fit.ahead.leave()
         self.rank.leave(self)
+
+    def begin_validation(self) -> None:
+        """Wait until all work is done, drain if that was asked for, and let `validation_step` call the modules."""
+        if self.fit.options.drain == "validation":
+            self.fit.drain()
+        else:
+            with self.fit.quiet():
+                pass
+        self._validation.enter_context(self.rank.validation(self))
+
+    def end_validation(self) -> None:
+        self._validation.close()
 
     # -- reading -------------------------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ Where only one module is called, the model is that call alone, and what comes be
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple
@@ -24,12 +24,18 @@ from torch import Tensor, nn
 
 from pipeback.lightning.call_override import as_it_is, by_itself
 from pipeback.lightning.step_calls import Heard, StepCalls
-from pipeback.lightning.step_twin import attributes_kept, attributes_unset, put_back, refresh, twin
+from pipeback.lightning.step_twin import attributes_kept, attributes_unset, copied, put_back, refresh, twin
 from pipeback.splitting.call_listeners import modules_heard
 from pipeback.splitting.module_restore import untouched
 from pipeback.stages.saved_graph import nodes
 from pipeback.tensors import accelerators
 from pipeback.tensors.structures import opened, parts
+
+AWAY = (
+    "training_step calls {name} without gradients, but on several devices, or with a store, its weights are in the "
+    "stages, which compute the calls with gradients; use .detach() on what such a call returns, or devices=1 and "
+    "store=None"
+)
 
 
 class Given(NamedTuple):
@@ -64,17 +70,65 @@ class FollowedStep:
         self.model = twin(module, self._forward, self._read)
         self._calls = list[_Known]()  # empty: training_step has not run yet
         self._single = False  # whether it makes one call only, of a module
-        self.looks = False  # whether it calls modules with trained weights without gradients, when it runs first
+        self._seen = set[str]()  # modules with trained weights that it calls without gradients, when it runs first
+        self.far = False  # whether other devices or a store have the stages' weights
         self._inside = 0  # how many calls of the twin's own forward are running
         self._made_of: list[set[Any]] = []  # of each call: what it was made of when it was traced
         self._weights = {id(p): name for name, p in module.named_parameters() if p.requires_grad}
-        self._modules = {
-            id(m): (f"self.{path}", m)
+        self._modules = {  # those with trained weights
+            f"self.{path}": m
             for path, m in module.named_modules()
             if path and any(id(p) in self._weights for p in m.parameters())
         }
+        self._exchanged: dict[int, Any] | None = None  # what stands for what in a model with modules of its own
         self._given: Given
         self._running: StepCalls | None = None  # while the twin's training_step runs
+
+    @property
+    def called(self) -> dict[str, nn.Module]:
+        """What `training_step` may call: the LightningModule, and its modules with trained weights, by their names."""
+        return {"self": self.module, **self._modules}
+
+    @property
+    def looks(self) -> bool:
+        """Whether it calls modules with trained weights without gradients, when it runs first."""
+        return bool(self._seen)
+
+    @property
+    def single(self) -> str | None:
+        """The name of the module whose call is all that the pipeline computes; None before the first
+        `training_step`, and where it makes several calls.
+        """
+        return self._calls[0].name if self._single else None
+
+    def stand_ins(
+        self, serve: Callable[..., Any], held: Iterable[Tensor]
+    ) -> Iterator[tuple[nn.Module, Callable[..., Any]]]:
+        """Yield the modules whose weights stages have, each with what its calls do meanwhile: `serve`, or an error if
+        it is not the one call that the stages compute. held: the weights of the stages.
+        """
+
+        def served(*inputs: Any, **named: Any) -> Any:
+            self._refresh()  # attributes, and the training mode
+            return serve(*inputs, **named)
+
+        gone = {id(p) for p in held if p.requires_grad or self.single is not None}
+        for path, module in self.module.named_modules():
+            if any(id(p) in gone for p in module.parameters()):
+                name = f"self.{path}" if path else "self"
+                yield module, served if name == self.single else partial(_refuse, name, self.single)
+
+    def apart(self, known: dict[int, Any]) -> nn.Module:
+        """Give the model modules of its own. known: what stands for weights and buffers in them, by identity.
+
+        Where `training_step` makes several calls, it also runs what is frozen between them itself.
+        """
+        self.model = copied(self.model, self.module, known)
+        self._exchanged = known
+        return self.model
+
+    def _refresh(self) -> None:
+        refresh(self.model, self.module, self._exchanged)
 
     @contextmanager
     def heard(self, given: Given, forward: Callable[..., Any], look: Callable[[], None]) -> Iterator[None]:
@@ -93,7 +147,7 @@ class FollowedStep:
                 return call.does()
             if not answers:
                 place.close()  # the stages run the modules as they are
-                refresh(self.model, self.module)  # training_step may have set attributes
+                self._refresh()  # training_step may have set attributes
                 answers.append([forward(*call.args, **call.kwargs)] if self._single else forward(*tensors))
                 place.enter_context(self._instead(calls, look))
             return self._answer(call, answers)
@@ -114,7 +168,7 @@ class FollowedStep:
 
         known = {call.name for call in self._calls}
         with ExitStack() as stack:
-            for name, m in (("self", self.module), *self._modules.values()):
+            for name, m in self.called.items():
                 if name in known:
                     stack.enter_context(by_itself(m, partial(heard, name, as_it_is(m))))  # stages run its hooks
             yield
@@ -152,7 +206,7 @@ class FollowedStep:
     def _learned(self) -> list[_Known]:
         """Run the twin's `training_step` once, and note its calls up to the last one that uses trained weights."""
         found: list[tuple[Heard, Any, list[tuple[Tensor, int]]]] = []
-        refresh(self.model, self.module)
+        self._refresh()
 
         def hear(call: Heard) -> Any:
             output = call.does()
@@ -169,8 +223,10 @@ class FollowedStep:
                 "stages to learn; call the modules with trained weights in it, and not in torch.no_grad()"
             )
         uses = [each for each in found[: last + 1] if each[0].uses]
-        self._single = len(uses) == 1 and uses[0][0].name in ("self", *(name for name, _ in self._modules.values()))
+        self._single = len(uses) == 1 and uses[0][0].name in self.called
         calls = uses if self._single else found[: last + 1]
+        if self.far and (away := self._seen - {calls[0][0].name if self._single else ""}):
+            raise ValueError(AWAY.format(name=min(away)))
         self._made_of = [set() for _ in calls]
         return [
             _Known(
@@ -221,21 +277,25 @@ class FollowedStep:
         weights = {id(p): name for name, p in self.model.named_parameters() if name in trained}  # or what stands for it
         calls = StepCalls(weights, opened(batch)[0], hear)
 
+        modules = {path: m for path, m in self.model.named_modules() if f"self.{path}" in self._modules}
+        names = {id(m): f"self.{path}" for path, m in modules.items()}
+
         def called(original: Callable[..., Any], m: nn.Module, args: Any, kwargs: Any) -> Any:
             does = partial(original, m, *args, **kwargs)
-            known = self._modules.get(id(m))
-            return does() if known is None else self._heard(calls, known[0], does, args, kwargs)
+            name = names.get(id(m))
+            return does() if name is None else self._heard(calls, name, does, args, kwargs)
 
         self._running = calls
         try:
-            with attributes_kept(self.model), modules_heard([m for _, m in self._modules.values()], called), calls:
+            with attributes_kept(self.model), modules_heard([*modules.values()], called), calls:
                 type(self.module).training_step(self.model, batch, *self._given.rest, **self._given.named)
         finally:
             self._running = None
 
     def _heard(self, calls: StepCalls, name: str, does: Callable[[], Any], args: Any, kwargs: Any) -> Any:
         """Hear that the twin's `training_step` calls a module with trained weights."""
-        self.looks |= not torch.is_grad_enabled() and not calls.apart
+        if not torch.is_grad_enabled() and not calls.apart:
+            self._seen.add(name)
         return calls.module(name, does, args, kwargs)
 
     def _read(self, name: str) -> None:
@@ -255,6 +315,14 @@ class FollowedStep:
             f"training_step {now}, where in its first run {first}; the pipeline makes the same calls for every "
             "micro-batch: put what differs into the forward of one module, and call that for every micro-batch"
         )
+
+
+def _refuse(name: str, single: str | None, *inputs: Any, **named: Any) -> Any:
+    cure = f"call {name} in validation_step" if single is None else f"call {single} instead, in torch.no_grad()"
+    raise RuntimeError(
+        f"{name} was called, but its weights are in stages on several devices, or in a store, which compute what "
+        f"training_step calls with gradients; {cure}, or call it after fit, or use devices=1, store=None"
+    )
 
 
 def _copied(value: Any) -> Any:

@@ -13,6 +13,7 @@ from torch import nn
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit import Fit
 from pipeback.lightning.fit_state import FitState, without
+from pipeback.lightning.step_twin import Modes
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.runtime.runners import Answer
 from pipeback.splitting.split import Split
@@ -30,11 +31,26 @@ class OneDevice:
         self._absent = meta.absent(found.module)  # whether the model had no values when fit began
         self._params: list[nn.Parameter] = []  # of the module, once it is trained
         self._versions: list[int] = []  # their counters of writes after the last step
+        self._modes = Modes()  # where stages have modules of their own
 
     # -- F, B and U ----------------------------------------------------------------------------------------------
 
     def split(self, example: Any) -> Split:
-        return self.found.split or self.found.cut(self.found.module, example)
+        return self.found.split or self.found.cut(self._model(), example)
+
+    def _model(self) -> nn.Module:
+        """The module to cut. `training_step` that makes several calls runs frozen modules between them, too: where a
+        store takes the weights of stages, these have others.
+        """
+        module, step = self.found.module, self.found.step
+        frozen = [p for p in module.parameters() if not p.requires_grad]
+        if step is None or not step.far or step.single is not None or not frozen:
+            return module
+        known: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
+        known |= {id(p): nn.Parameter(p.data, requires_grad=False) for p in frozen}
+        copied = step.apart({**known, id(step.module.trainer): step.module.trainer})
+        self._modes = Modes(list(zip(module.modules(), copied.modules(), strict=True))[1:])
+        return copied
 
     def trained(self, split: Split) -> list[list[nn.Parameter]]:
         return trained(split)
@@ -56,6 +72,9 @@ class OneDevice:
 
     def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any]:
         assert fit.pipe is not None
+        if self._modes.odd():
+            with fit.quiet():
+                self._modes.follow()
         return fit.pipe.forward_many(xs, expected=expected, judge=judge)
 
     def forget(self, pipe: Pipeline) -> None:
@@ -72,6 +91,10 @@ class OneDevice:
                 fit.twins.collect()
 
     # -- the state -----------------------------------------------------------------------------------------------
+
+    def validation(self, state: FitState) -> AbstractContextManager[None]:
+        visits = state.fit.visits
+        return nullcontext() if visits is None else visits.open(state.shown())
 
     @contextmanager
     def whole(self, state: FitState) -> Iterator[None]:

@@ -215,15 +215,16 @@ def optimizers(found: Sequence[Any]) -> None:
         )
 
 
-def one_module(module: LightningModule, asks: str) -> str:
-    """The message of the error that several modules are trained where one is needed. asks: what needs it."""
+def has_values(module: LightningModule) -> None:
+    """Raise ValueError if weights of several modules are on the meta device: `training_step` runs to be followed."""
+    if not meta.absent(module):
+        return
     names = [name for name, child in module.named_children() if any(p.requires_grad for p in child.parameters())]
-    kind = type(module).__name__
-    return (
-        f"{asks} the pipeline trains one module of {kind}, which training_step calls, but its weights are in "
-        f"{', '.join(f'self.{name}' for name in names) or 'itself'}; write an nn.Module that holds them all and whose "
-        "forward calls them, keep it as self.model, and call self.model in training_step; or leave this option out, "
-        "since one device follows training_step as it is"
+    raise ValueError(
+        f"{type(module).__name__} is on the meta device, without values, and its weights are in "
+        f"{', '.join(f'self.{name}' for name in names) or 'itself'}; training_step is followed, for which it must "
+        "run once: build it with its values; or write an nn.Module that holds them all and whose forward calls them, "
+        "keep it as self.model, and call self.model in training_step"
     )
 
 
@@ -234,4 +235,10 @@ def explain(error: BaseException) -> None:
             "Every rank of Trainer(devices=N) must see the same batches, as one device would: no DistributedSampler, "
             "no rank in the choice of data; and what training_step draws after it has called the model, the other "
             "ranks do not draw"
+        )
+    if "do not make the same calls" in str(error):
+        error.add_note(
+            "On the other ranks of Trainer(devices=N), training_step ends where it calls the model: an attribute that "
+            "it sets afterwards stays as it was there; set what the forward reads before the call, or in a hook that "
+            "does not look at the loss"
         )

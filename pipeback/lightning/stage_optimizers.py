@@ -77,7 +77,8 @@ class StageOptimizers:
                     state.update({k: v.to(w.dtype) for k, v in state.items() if _like(v, p)})
             for w, _ in pairs if stored else ():
                 state = twin.state[w]
-                state.update({k: _owned(v, w.device) for k, v in state.items() if isinstance(v, Tensor) and v.dim()})
+                with_w = {k: v for k, v in state.items() if isinstance(v, Tensor) and (v.dim() or not w.dim())}
+                state.update({k: _owned(v, w.device) for k, v in with_w.items()})
         self.follow()
 
     def take(self) -> None:

@@ -1,12 +1,14 @@
 """Step twin: a LightningModule of its own with the same weights, whose `training_step` leaves no trace.
 
 It runs where `training_step` is traced, or run beforehand to see what it calls. What it logs is dropped, metrics count
-nothing, and attributes that it sets are the twin's. Prints are not caught.
+nothing, and attributes that it sets are the twin's. Prints are not caught. Where stages need modules of their own, a
+twin has copies of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -19,6 +21,7 @@ from torchmetrics import Metric, MetricCollection
 from pipeback.lightning import lightning_internals
 
 OWN = {"_modules", lightning_internals.TRAINER, "forward", "log", "log_dict"}  # attributes that the twin has of its own
+HELD = {"_parameters", "_buffers"}  # and those of a twin with copies
 CHANGING = ("current_epoch", "global_step")  # what a Trainer counts
 
 
@@ -35,9 +38,52 @@ def twin(module: LightningModule, forward: Callable[..., Any], read: Callable[[s
     return found
 
 
-def refresh(twin: LightningModule, module: LightningModule) -> None:
-    """Give the twin the attributes that the module has now."""
-    vars(twin).update((key, value) for key, value in vars(module).items() if key not in OWN and "hook" not in key)
+def copied(twin: LightningModule, module: LightningModule, known: dict[int, Any]) -> LightningModule:
+    """Return a twin with copies of the modules. known: what stands for an object in the copies, by its identity; it
+    gets all that is copied.
+    """
+    found = object.__new__(type(twin))
+    nn.Module.__init__(found)
+    known[id(module)] = found
+    own: dict[str, Any] = vars(found)
+    own.update((key, copy.deepcopy(vars(twin)[key], known)) for key in ("_modules", *HELD))
+    own.update((key, vars(twin)[key]) for key in OWN - {"_modules"})
+    refresh(found, module, known)
+    return found
+
+
+def refresh(twin: LightningModule, module: LightningModule, known: Mapping[int, Any] | None = None) -> None:
+    """Give the twin the attributes that the module has now. known: what stands for modules in a twin with copies."""
+    left_out = OWN if known is None else OWN | HELD
+    now = {key: value for key, value in vars(module).items() if key not in left_out and "hook" not in key}
+    vars(twin).update(now if known is None else {key: _exchanged(value, known) for key, value in now.items()})
+
+
+def _exchanged(value: Any, known: Mapping[int, Any]) -> Any:
+    """Return a value in which copies stand for modules and weights that it holds."""
+    if isinstance(value, (nn.Module, Tensor)):
+        return known.get(id(value), value)
+    if type(value) in (list, tuple):
+        return type(value)(_exchanged(each, known) for each in value)
+    if type(value) is dict:
+        return {key: _exchanged(each, known) for key, each in value.items()}
+    return value
+
+
+class Modes:
+    """The training modes of modules and of their copies. pairs: a module of the user's, and its copy."""
+
+    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:
+        self._pairs = list(pairs)
+
+    def odd(self) -> bool:
+        """Whether a copy has another mode."""
+        return any(mine.training != theirs.training for mine, theirs in self._pairs)
+
+    def follow(self) -> None:
+        """Give the copies the modes of the user's modules."""
+        for mine, theirs in self._pairs:
+            theirs.training = mine.training
 
 
 @contextmanager

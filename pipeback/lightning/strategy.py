@@ -58,7 +58,7 @@ class PipelineStrategy(Place):
                       "sublayer", a number, a list of names where a stage begins, or a `pipeback.Splitting`
     module            the name of the attribute that is trained. It may be a sequence of stages: an `nn.Sequential`, a
                       module with one as its body, or one with a method `pipeline_stages()`; any other is traced when
-                      training_step first calls it. "self": all weights that training_step uses (one device, no store).
+                      training_step first calls it. "self": all weights that training_step uses.
                       None: "model", or the only module with trained weights, if it has all; else "self"
     drain             "end": micro-batches in flight stay there until `fit` ends. "validation": until every validation
     workers           a number: so many threads share the stages of one device, and run B and U of different
@@ -185,8 +185,8 @@ class PipelineStrategy(Place):
         if fitting:
             found = options.find_to_fit(trainer, module, self.precision_plugin, self.ranks)
         super().setup(trainer)
-        if options.keeps_home(self.ranks) and (fitting or self.root_device.type != "cpu"):
-            self._visits = StreamedModel(options.find(module, self.ranks), self.root_device)
+        if options.streams(self.ranks) and (fitting or self.root_device.type != "cpu"):
+            self._visits = StreamedModel(found if fitting else options.find(module, self.ranks), self.root_device)
         if fitting:
             (optimizer,) = self.optimizers
             find_stages.check_outside(module, found, optimizer)
@@ -215,8 +215,8 @@ class PipelineStrategy(Place):
         """Move the module to the device, except stages that live in a store."""
         module = self.lightning_module
         assert module is not None
-        home = self.options.keeps_home(self.ranks)
-        with staying(self.options.find(module, self.ranks).module) if home else nullcontext():
+        found = self.options.find(module, self.ranks) if self.options.streams(self.ranks) else None
+        with nullcontext() if found is None or found.step is not None else staying(found.module):
             super().model_to_device()
 
     def setup_optimizers(self, trainer: Trainer) -> None:
@@ -268,13 +268,13 @@ class PipelineStrategy(Place):
 
     def on_validation_start(self) -> None:
         super().on_validation_start()
-        if self._fit is None:
-            return
-        if self.options.drain == "validation":
-            self._fit.drain()
-        else:
-            with self._fit.quiet():
-                pass
+        if self._state is not None:
+            self._state.begin_validation()
+
+    def on_validation_end(self) -> None:
+        if self._state is not None:
+            self._state.end_validation()
+        super().on_validation_end()
 
     def on_train_end(self) -> None:
         super().on_train_end()

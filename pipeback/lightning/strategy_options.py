@@ -98,21 +98,18 @@ class StrategyOptions:
         """Whether the first batch must tell how many updates the training has: a policy by name asks for that."""
         return isinstance(self.streaming.sparsity, str) and self.micro_batch_size is not None
 
-    def keeps_home(self, ranks: int) -> bool:
-        """Whether the stages stay in host memory all the time. With several devices each rank takes its stages from its
-        device, where the first micro-batch is rehearsed.
+    def streams(self, ranks: int) -> bool:
+        """Whether the stages are in a store and come to one device. With several devices each rank takes its stages
+        from its device, where the first micro-batch is rehearsed.
         """
         return self.store is not None and ranks == 1
 
     def find(self, module: LightningModule, ranks: int) -> find_stages.TrainedModule:
         """Find the module that is trained and its stages; raises ValueError if there are fewer stages than ranks."""
         found = find_stages.find(module, self.module, self.splitting)
-        if found.step is not None and (ranks > 1 or self.store is not None):
-            asks = f"with {ranks} devices" if ranks > 1 else f"with store={self.store!r}"
-            raise ValueError(option_checks.one_module(module, asks))
         workers = ranks // self.tensor.size
         if workers > 1 and not found.followed and len(found.stages) < workers:
-            raise ValueError(find_stages.few(found.name, len(found.stages), workers))
+            raise ValueError(find_stages.few(found.shown, len(found.stages), workers))
         return found
 
     def find_to_fit(
@@ -123,6 +120,9 @@ class StrategyOptions:
         option_checks.threads(self.threads, ranks)
         option_checks.mesh(self.tensor, ranks)
         found = self.find(module, ranks)
+        if found.step is not None:
+            option_checks.has_values(module)
+            found.step.far = ranks > 1 or self.store is not None
         option_checks.absent(trainer, found, self.streaming.init, disk_store.create(self.store), ranks > 1)
         return found
 

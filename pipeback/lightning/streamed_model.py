@@ -2,18 +2,22 @@
 
 In fit the pipeline fetches them from its store. Before fit, and to validate, test or predict without fit, they are
 copied from host memory to the device, and freed there afterwards.
+
+Where `training_step` is followed, weights are on the device until the pipeline takes them. If it makes several calls,
+all weights are in host memory while validation runs, and each layer comes to the device when it is called.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
+from pipeback.lightning.call_override import Fronts
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.splitting.cut_points import layer
 
@@ -26,23 +30,38 @@ class StreamedModel:
         self.bring: Callable[[int], AbstractContextManager[Any]] = self._carried
         self.stored = False  # the pipeline fetches the weights
         self._through: Callable[[Any], Any] | None = None  # runs the stages of a module that was traced
-        self.own = found.module.__dict__.pop("forward", None)
-        found.module.forward = self._forward
+        self.own = found.module.__dict__.get("forward")
+        self._fronts = Fronts()
+        if found.step is None:
+            self._fronts.put(found.module, self._forward)
 
     def end(self) -> None:
         """Give the model its own forward again."""
-        self.found.module.__dict__.pop("forward", None)
-        if self.own is not None:
-            self.found.module.forward = self.own
+        self._fronts.back()
+
+    @contextmanager
+    def open(self, shown: AbstractContextManager[None]) -> Iterator[None]:
+        """A context within which all modules can be called that `training_step` calls. shown: shows their weights."""
+        step = self.found.step
+        if not self.stored or step is None or step.single is not None:
+            yield
+            return
+        with self.lifted(), shown, nullcontext() if self.device.type == "cpu" else self._visiting():
+            yield
+
+    def lifted(self) -> AbstractContextManager[None]:
+        """A context within which the modules of a LightningModule are as they are, since stages run them."""
+        return nullcontext() if self.found.step is None else self._fronts.lifted()
 
     def _forward(self, *inputs: Any, **named: Any) -> Any:
         found = self.found
         forward = self.own or partial(type(found.module).forward, found.module)
         if not self.stored and self.device.type == "cpu":
             return forward(*inputs, **named)
+        shown = found.shown if found.step is None else found.step.single
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"self.{found.name} was called with gradients outside of training_step; its stages live in a store "
+                f"{shown} was called with gradients outside of training_step; its stages live in a store "
                 "and come to the device one by one, which gives gradients there only: call it in torch.no_grad()"
             )
         if found.followed:
@@ -52,7 +71,7 @@ class StreamedModel:
                 return forward(*inputs, **named)
         if len(inputs) != 1 or named:
             raise TypeError(
-                f"self.{found.name} was called with {len(inputs)} positional and {len(named)} named arguments; the "
+                f"{shown} was called with {len(inputs)} positional and {len(named)} named arguments; the "
                 "first stage takes one tensor or a tuple of tensors"
             )
         value = inputs[0]
@@ -61,9 +80,16 @@ class StreamedModel:
                 value = stage(value)
         return value
 
-    def stream(self, bring: Callable[[int], AbstractContextManager[Any]], through: Callable[[Any], Any]) -> None:
-        """From now on `bring` fetches the weights of a stage, and `through` runs a call through all stages."""
+    def stream(
+        self, bring: Callable[[int], AbstractContextManager[Any]], through: Callable[[Any], Any], held: Iterable[Tensor]
+    ) -> None:
+        """From now on `bring` fetches the weights of a stage, and `through` runs a call through all stages. held: the
+        weights of the stages.
+        """
         self.bring, self._through, self.stored = bring, through, True
+        step = self.found.step
+        for module, stand_in in () if step is None else step.stand_ins(self._forward, held):
+            self._fronts.put(module, stand_in)
 
     def _carried(self, s: int) -> AbstractContextManager[None]:
         stage = self.found.stages[s]

@@ -191,6 +191,9 @@ class DiskStore(Store):
             storage = tensor.untyped_storage()
             if not storage.nbytes() or (only is not None and name not in only):
                 continue
+            if not storage.resizable():  # of a checkpoint: it lies in the buffer of a file
+                tensor.data = tensor.data.clone()
+                storage = tensor.untyped_storage()
             if housed.get(name) != identity(storage) or name in base:
                 pages.write(name, tensor)
                 housed[name] = identity(storage)

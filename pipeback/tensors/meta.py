@@ -49,15 +49,16 @@ def unreferenced(module: nn.Module) -> Iterator[None]:
         m._flat_weight_refs = [None if w is None else weakref.ref(w) for w in m._flat_weights]
 
 
-def let_go(module: nn.Module) -> None:
+def let_go(module: nn.Module, tensors: Iterable[Tensor] | None = None) -> None:
+    """Free the memory of weights and buffers. tensors: those of the module that are meant; None: all."""
     with unreferenced(module):
-        move(_tensors(module), "meta")
+        move(_tensors(module) if tensors is None else tensors, "meta")
 
 
-def take_up(module: nn.Module, device: torch.device | str) -> None:
-    """Allocate memory for weights and buffers; their values are undefined."""
+def take_up(module: nn.Module, device: torch.device | str, tensors: Iterable[Tensor] | None = None) -> None:
+    """Allocate memory for weights and buffers, whose values are undefined. tensors: as for `let_go`."""
     with unreferenced(module):
-        move(_tensors(module), device)
+        move(_tensors(module) if tensors is None else tensors, device)
 
 
 def initialise(

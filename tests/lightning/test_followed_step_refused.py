@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.helpers.processes import fork_for_spawn
-from tests.lightning.cases import strategy, trainer, weights
-from tests.lightning.several_modules import Heads, Nominated, batches, fitted, same
+from tests.lightning.cases import strategy, weights
+from tests.lightning.several_modules import Heads, fitted, same
 
 
 def refused(loss, message, where=None, **members):
@@ -82,18 +81,6 @@ def test_a_step_that_goes_another_way():
     )
     refused(more, "goes on with self.encoder, where in its first run it used no more weights")
     refused(scaled, "gives self.first something else than when it was traced.*attribute of the LightningModule")
-
-
-@pytest.mark.parametrize(("options", "found"), [({"store": "host"}, "store='host'"), ({"devices": 2}, "2 devices")])
-def test_one_module_where_one_is_needed(options, found, monkeypatch):
-    fork_for_spawn(monkeypatch)
-    where = {key: options[key] for key in options if key == "store"}
-    devices = {key: options[key] for key in options if key == "devices"}
-    module = Heads()
-    with pytest.raises(ValueError, match=f"with {found}.*in self.encoder, self.first, self.second.*as self.model"):
-        trainer(strategy("pb", **where), **devices).fit(module, batches())
-    cure = fitted(Nominated(Heads), strategy("pb", **where), **devices)
-    assert cure.seen or devices
 
 
 def test_numbers_of_python_between_calls_are_refused():

@@ -7,7 +7,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch.accelerators import Accelerator
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
 
 from tests.helpers.long_forms import grouped
 from tests.lightning.cases import Regression, dropout_network, loader, strategy, trainer
@@ -51,14 +52,59 @@ def accelerator(device: str) -> str | Accelerator:
     return {"cpu": "cpu", "cuda": "gpu"}.get(kind) or Simulated()
 
 
+class Whole(Regression):
+    """Has layers of its own, calls itself, and uses a buffer and a frozen layer beside that."""
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        super().__init__(model)
+        self.teacher = nn.Linear(6, 6).requires_grad_(False)
+        self.register_buffer("middle", torch.full((), 0.25))
+        self.first, self.scale = nn.Linear(6, 6), nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * self.model(self.first(x - self.middle))
+
+    def outputs(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            known = self.teacher(x - self.middle)
+        found: Tensor = self(x) + 0.1 * known
+        return found
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, y = batch
+        loss = mse_loss(self.outputs(x), y)
+        self.losses.append(loss.detach())
+        self.log("train/loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        x, y = batch
+        self.log("val/loss", mse_loss(self.outputs(x), y))
+
+
+class Several(Whole):
+    """Makes several calls, and uses a weight itself."""
+
+    def outputs(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            known = self.teacher(x)
+        found: Tensor = self.scale * self.model(self.first(x - self.middle).tanh()) + 0.1 * known
+        return found
+
+
+KINDS = {"one module": Regression, "whole": Whole, "several": Several}
+
+
 def fit(
-    where: list[str], method: str, resumed: str = "", draws: bool = True, precision: str = "32-true", **options: Any
-) -> dict[str, Tensor]:
+    where: list[str], method: str, resumed: str = "", draws: bool = True, precision: str = "32-true",
+    module: str = "one module", **options: Any,
+) -> dict[str, Tensor]:  # fmt: skip
     """Losses and weights of a fit with a validation. resumed: the device on which a checkpoint in flight goes on."""
+    make = KINDS[module]
 
     def trained(where: list[str], folder: str, steps: int, checkpoint: str | None) -> dict[str, Tensor]:
         torch.manual_seed(3)
-        module = Regression(dropout_network() if draws else None)
+        module = make(dropout_network() if draws else None)
         runs = trainer(
             strategy(method, **grouped(options)), folder, max_steps=steps, limit_val_batches=2,
             accelerator=accelerator(where[0]), precision=precision,

@@ -157,13 +157,19 @@ FITS = {
     "slices, host": {"method": "gpipe", "micro_batch_size": 2, "store": "host"},
     "activations": {"method": "cerebras", "activations": "host"},
     "sparsity": {"method": "pb", "sparsity": "magnitude"},
+    "followed, host": {"method": "pb", "store": "host", "module": "whole"},
+    "followed, slices, host": {"method": "gpipe", "micro_batch_size": 2, "store": "host", "module": "several"},
+    "followed, several, host": {"method": "cerebras", "store": "host", "module": "several", "draws": False},
     "a checkpoint goes to the CPU": {"method": "pb", "resumed": "cpu", "draws": False},
     "a checkpoint comes from the CPU": {"method": "pb", "where": ["cpu"], "resumed": "sim", "draws": False},
 }
 
 
+USUAL = ("slices, host", "sparsity", "followed, host", "followed, slices, host")
+
+
 def test_lightning(simulated):
-    found = {name: simulated.ask(kind="fit", policy=sim.LATE, **FITS[name]) for name in ("slices, host", "sparsity")}
+    found = {name: simulated.ask(kind="fit", policy=sim.LATE, **FITS[name]) for name in USUAL}
     assert not {run: answer for run, answer in found.items() if answer}
 
 

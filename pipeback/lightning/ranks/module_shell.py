@@ -16,7 +16,9 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from pipeback.lightning.call_override import Fronts
 from pipeback.lightning.find_stages import TrainedModule
+from pipeback.lightning.step_twin import Modes
 from pipeback.splitting.split import Split
 from pipeback.tensors import copies, meta
 
@@ -24,90 +26,117 @@ from pipeback.tensors import copies, meta
 class ModuleShell:
     """The user's module, and its copy for the pipeline.
 
+    Where `training_step` is followed, the module is the LightningModule; only weights that stages have are freed, since
+    the rest of it goes on in the user's code.
+
     Raises ValueError if the module cannot be copied.
     """
 
     def __init__(self, found: TrainedModule, module: LightningModule) -> None:
-        self.name, self.module, self.empty = found.name, found.module, False
+        self.found, self.empty, self._fronts = found, False, Fronts()
+        self._stand_ins = list[tuple[nn.Module, Callable[..., Any]]]()  # modules and their forwards while it is empty
+        self.step = found.step
+        self.module = found.module if self.step is None else module
         known: dict[int, Any] = {id(p): nn.Parameter(p.data, p.requires_grad) for p in found.module.parameters()}
         known |= {id(b): b.detach() for b in found.module.buffers()}
         known |= {id(module): module, id(module.trainer): module.trainer}
         try:
-            self.copy, stages = copy.deepcopy((found.module, found.stages), known)
+            if self.step is None:
+                self.copy, stages = copy.deepcopy((found.module, found.stages), known)
+            else:
+                self.copy, stages = self.step.apart(known), []
         except Exception as error:
-            raise ValueError(f"self.{found.name} cannot be copied, as several devices need it: {error}") from error
+            raise ValueError(f"{self.shown} cannot be copied, as several devices need it: {error}") from error
         with meta.unreferenced(self.copy):
             pass
         self.split: Split | None = None  # of the copy; None: it is to be traced
         if found.split is not None:
             parts = [part._replace(module=stage) for part, stage in zip(found.split.parts, stages, strict=True)]
             self.split = replace(found.split, parts=parts, model=self.copy)
-        self.followed = found.followed
-        self._places = {name: _place(tensor) for name, tensor in _tensors(found.module).items()}
-        self._pairs = list(zip(found.module.modules(), self.copy.modules(), strict=True))
+        self._values = _tensors(found.module)  # that stages have
+        self._freed = [*self._values.values()]
+        self._places = {name: _place(tensor) for name, tensor in self._values.items()}
+        pairs = list(zip(found.module.modules(), self.copy.modules(), strict=True))
+        self.modes = Modes(pairs if self.step is None else pairs[1:])  # the twin follows the LightningModule itself
 
-    def modes(self) -> Callable[[], None] | None:
-        """A function that sets the training mode of the copy as the user's module has it; None if they agree."""
-        odd = [(theirs, mine.training) for mine, theirs in self._pairs if mine.training != theirs.training]
+    def cut(self, split: Split) -> None:
+        """Hear of the stages: what of a LightningModule is in none of them stays as it is."""
+        if self.step is None:
+            return
+        inside = {id(t) for part in split.parts for t in (*part.module.parameters(), *part.module.buffers())}
+        names = {name for name, mine in _tensors(self.copy).items() if id(mine) in inside}
+        self._values = {name: theirs for name, theirs in self._values.items() if name in names}
+        weights = [theirs for theirs in self._values.values() if isinstance(theirs, nn.Parameter)]
+        self._freed = [p for p in weights if p.requires_grad or self.step.single is not None]
 
-        def follow() -> None:
-            for module, training in odd:
-                module.training = training
+    @property
+    def shown(self) -> str:
+        """The module in messages."""
+        return self.found.shown if self.step is None else self.step.single or "self"
 
-        return follow if odd else None
+    @property
+    def serves(self) -> bool:
+        """Whether the stages can serve calls of the module: they compute one call, not several."""
+        return self.step is None or self.step.single is not None
 
     def check(self) -> None:
         """Raise RuntimeError if the tensors of the user's module were replaced since it was copied."""
-        for name, tensor in _tensors(self.module).items():
-            if self._places[name] != _place(tensor):
+        now = _tensors(self.found.module)
+        for name in self._values:
+            if self._places[name] != _place(now[name]):
                 raise RuntimeError(
-                    f"{self.name}.{name} was replaced after the Trainer had set up; write into it instead, as "
+                    f"{self.found.shown}.{name} was replaced after the Trainer had set up; write into it instead, as "
                     "load_state_dict and copy_ do"
                 )
 
     def values(self) -> dict[str, Tensor]:
         """The weights and buffers that this rank holds."""
-        mine = {name: tensor.detach() for name, tensor in _tensors(self.copy).items() if not tensor.is_meta}
+        mine = {n: t.detach() for n, t in _tensors(self.copy).items() if n in self._values and not t.is_meta}
         return {name: tensor.to("cpu", copy=True) for name, tensor in mine.items()}
 
     def let_go(self, forward: Callable[..., Any]) -> None:
         """Free the values of the module, and replace its forward by `forward`."""
         if not self.empty:
-            meta.let_go(self.module)
-        self.module.forward = forward
+            meta.let_go(self.module, self._freed)
+        if not self._stand_ins:
+            one = [(self.module, forward)]
+            self._stand_ins = one if self.step is None else [*self.step.stand_ins(forward, self._freed)]
+        for module, stand_in in self._stand_ins:
+            self._fronts.put(module, stand_in)
         self.empty = True
 
     def fill(self, values: dict[str, Tensor], device: torch.device) -> None:
-        meta.take_up(self.module, device)
-        for name, tensor in _tensors(self.module).items():
+        meta.take_up(self.module, device, self._freed)
+        for name, tensor in self._values.items():
             tensor.data.copy_(values[name])
         self.restore()
         self.empty = False
 
     def restore(self) -> None:
         """Give the module its own forward again."""
-        self.module.__dict__.pop("forward", None)
+        self._fronts.back()
 
     def check_call(self, inputs: tuple[Any, ...], named: dict[str, Any], after: bool) -> None:
         """Raise if the stages cannot serve this call outside of F. after: whether F has run in this `training_step`."""
         if torch.is_grad_enabled():
             raise RuntimeError(
-                f"self.{self.name} was called with gradients outside of training_step; its stages are on several "
+                f"{self.shown} was called with gradients outside of training_step; its stages are on several "
                 "devices, which give gradients there only: call it in torch.no_grad()"
             )
-        if any(module.training for module in self.module.modules()):
+        called = self.module if self.step is None else self.step.called[self.shown]
+        if any(module.training for module in called.modules()):
             raise RuntimeError(
-                f"self.{self.name} was called without gradients in training mode; over several devices that is not "
-                f"possible: call self.{self.name}.eval() before, and train() afterwards"
+                f"{self.shown} was called without gradients in training mode; over several devices that is not "
+                f"possible: call {self.shown}.eval() before, and train() afterwards"
             )
         if after:
             raise RuntimeError(
-                f"training_step called self.{self.name} without gradients after it had called it with gradients, where "
+                f"training_step called {self.shown} without gradients after it had called it with gradients, where "
                 "the other ranks leave training_step; call it before"
             )
-        if not self.followed and (len(inputs) != 1 or named):
+        if not self.found.followed and (len(inputs) != 1 or named):
             raise TypeError(
-                f"self.{self.name} was called with {len(inputs)} positional and {len(named)} named arguments; the "
+                f"{self.shown} was called with {len(inputs)} positional and {len(named)} named arguments; the "
                 "first stage takes one tensor or a tuple of tensors"
             )
 

@@ -36,7 +36,13 @@ from pipeback.pipeline.arguments import Clipping, Processes, TensorParallel
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.private import pytree
 from pipeback.runtime.runners import Answer
+from pipeback.splitting.refusals import Unmade
 from pipeback.splitting.split import Split
+
+OBJECTS = (
+    "With several devices, the stages have copies of the LightningModule's modules. These stand for modules in its "
+    "attributes, and in lists, tuples and dictionaries there, but not in objects of other classes: use one of those."
+)
 
 
 class SharedFit:
@@ -76,9 +82,15 @@ class SharedFit:
     def split(self, example: Any) -> Split:
         hollow = self._hollow = ModuleShell(self.found, self.module)
         spread = self.shards.spread(hollow.copy, self.found.module)
-        split = replace(hollow.split or self.found.cut(hollow.copy, example), spread=spread)
+        try:
+            split = replace(hollow.split or self.found.cut(hollow.copy, example), spread=spread)
+        except Unmade as error:
+            if self.found.step is not None:
+                error.add_note(OBJECTS)
+            raise
+        hollow.cut(split)
         if len(split.parts) < self.meeting.workers:
-            raise ValueError(find_stages.few(self.found.name, len(split.parts), self.meeting.workers))
+            raise ValueError(find_stages.few(hollow.shown, len(split.parts), self.meeting.workers))
         for part in split.parts:
             self._turns.guard(part.module)
         return split
@@ -120,9 +132,9 @@ class SharedFit:
 
     def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any] | None:
         assert fit.pipe is not None
-        if follow := self._hollow.modes():
+        if self._hollow.modes.odd():
             with fit.quiet():
-                follow()
+                self._hollow.modes.follow()
         outputs = fit.pipe.forward_many(xs, expected=expected, judge=judge)
         if not self.hollow:
             self._hollow.check()
@@ -197,7 +209,16 @@ class SharedFit:
         self._turns.mine(False)
         fit.pipe.close()
 
-    # -- checkpoints ---------------------------------------------------------------------------------------------
+    # -- validation and checkpoints ------------------------------------------------------------------------------
+
+    @contextmanager
+    def validation(self, state: FitState) -> Iterator[None]:
+        if not self.hollow or self._hollow.serves:
+            yield
+            return
+        self._fill(state, to=None)
+        yield
+        self._empty(state.fit)
 
     @contextmanager
     def whole(self, state: FitState) -> Iterator[None]:
