@@ -17,6 +17,7 @@ from multiprocessing.context import BaseContext
 IMPORTED = ["pipeback.recipes.work"]
 SAFE = sys.platform == "linux"
 SAFE_PATH = "PYTHONSAFEPATH"
+OURS = "pipeback"  # its value if it was set here; any is as good as 1
 
 
 def begin() -> None:
@@ -25,12 +26,18 @@ def begin() -> None:
         return
     multiprocessing.get_context("forkserver").set_forkserver_preload(IMPORTED)
     mine = SAFE_PATH not in os.environ
-    os.environ.setdefault(SAFE_PATH, "1")  # else a file in the user's folder could be imported in place of a module
+    os.environ.setdefault(SAFE_PATH, OURS)  # else a file in the user's folder could be imported in place of a module
     try:
         forkserver.ensure_running()
     finally:
         if mine:
             del os.environ[SAFE_PATH]
+
+
+def settled() -> None:
+    """Hear that the imports are done, in the process that the others are forked from."""
+    if os.environ.get(SAFE_PATH) == OURS:
+        del os.environ[SAFE_PATH]  # what the user's code starts has its folder again
 
 
 def context() -> BaseContext:

@@ -8,11 +8,14 @@ from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
+from pipeback.recipes import forks
 from pipeback.recipes.callbacks import ProgressFile, tell
 from pipeback.recipes.command import explained
 from pipeback.recipes.live import state
 from pipeback.recipes.sweeps.jobs import last_checkpoint
 from pipeback.recipes.train import quiet, run
+
+forks.settled()  # this module is what they import
 
 
 def resume(values: dict[str, Any]) -> None:

@@ -140,15 +140,16 @@ def test_no_file_of_the_user_is_imported_in_place_of_a_module(tmp_path):
     (tmp_path / "colorsys.py").write_text("raise SystemExit")
     code = (
         "import os\nfrom concurrent.futures import ProcessPoolExecutor\nfrom pipeback.recipes import forks\n"
-        "forks.IMPORTED = ['colorsys']\n"
+        "forks.IMPORTED = ['colorsys', *forks.IMPORTED]\n"
         "with ProcessPoolExecutor(1, forks.context()) as pool:\n"
         '    print(pool.submit(eval, \'__import__("sys").modules["colorsys"].__file__\').result())\n'
+        '    print(pool.submit(eval, \'__import__("os").environ.get("PYTHONSAFEPATH")\').result())\n'
         "print(os.environ.get(forks.SAFE_PATH))\n"
     )
     python = [sys.executable, "-c", code]
     found = subprocess.run(python, check=True, text=True, capture_output=True, cwd=tmp_path).stdout.split()
     assert found[0].endswith("colorsys.py") and str(tmp_path) not in found[0]
-    assert found[1] == str(os.environ.get(forks.SAFE_PATH))
+    assert found[1] == found[2] == str(os.environ.get(forks.SAFE_PATH))
 
 
 @pytest.mark.soak
