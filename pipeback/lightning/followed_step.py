@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from pipeback.lightning.call_override import as_it_is, by_itself
 from pipeback.lightning.step_calls import Heard, StepCalls
-from pipeback.lightning.step_twin import attributes_kept, attributes_unset, copied, put_back, refresh, twin
+from pipeback.lightning.step_twin import Copies, attributes_kept, attributes_unset, put_back, refresh, twin
 from pipeback.splitting.call_listeners import modules_heard
 from pipeback.splitting.module_restore import untouched
 from pipeback.stages.saved_graph import nodes
@@ -80,7 +80,7 @@ class FollowedStep:
             for path, m in module.named_modules()
             if path and any(id(p) in self._weights for p in m.parameters())
         }
-        self._exchanged: dict[int, Any] | None = None  # what stands for what in a model with modules of its own
+        self._copies: Copies | None = None  # of a model with modules of its own
         self._given: Given
         self._running: StepCalls | None = None  # while the twin's training_step runs
 
@@ -123,12 +123,12 @@ class FollowedStep:
 
         Where `training_step` makes several calls, it also runs what is frozen between them itself.
         """
-        self.model = copied(self.model, self.module, known)
-        self._exchanged = known
+        self._copies = Copies(self.model, self.module, known)
+        self.model = self._copies.twin
         return self.model
 
     def _refresh(self) -> None:
-        refresh(self.model, self.module, self._exchanged)
+        refresh(self.model, self.module, self._copies)
 
     @contextmanager
     def heard(self, given: Given, forward: Callable[..., Any], look: Callable[[], None]) -> Iterator[None]:

@@ -13,7 +13,7 @@ from torch import nn
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit import Fit
 from pipeback.lightning.fit_state import FitState, without
-from pipeback.lightning.step_twin import Modes
+from pipeback.lightning.step_twin import CopiedModes
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.runtime.runners import Answer
 from pipeback.splitting.split import Split
@@ -31,7 +31,7 @@ class OneDevice:
         self._absent = meta.absent(found.module)  # whether the model had no values when fit began
         self._params: list[nn.Parameter] = []  # of the module, once it is trained
         self._versions: list[int] = []  # their counters of writes after the last step
-        self._modes = Modes()  # where stages have modules of their own
+        self._modes = CopiedModes()  # where stages have modules of their own
 
     # -- F, B and U ----------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ class OneDevice:
         known: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
         known |= {id(p): nn.Parameter(p.data, requires_grad=False) for p in frozen}
         copied = step.apart({**known, id(step.module.trainer): step.module.trainer})
-        self._modes = Modes(list(zip(module.modules(), copied.modules(), strict=True))[1:])
+        self._modes = CopiedModes(list(zip(module.modules(), copied.modules(), strict=True))[1:])
         return copied
 
     def trained(self, split: Split) -> list[list[nn.Parameter]]:

@@ -8,7 +8,7 @@ twin has copies of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -38,39 +38,47 @@ def twin(module: LightningModule, forward: Callable[..., Any], read: Callable[[s
     return found
 
 
-def copied(twin: LightningModule, module: LightningModule, known: dict[int, Any]) -> LightningModule:
-    """Return a twin with copies of the modules. known: what stands for an object in the copies, by its identity; it
-    gets all that is copied.
+class Copies:
+    """A twin with copies of the modules. known: what stands for an object in the copies, by its identity; it gets all
+    that is copied.
     """
-    found = object.__new__(type(twin))
-    nn.Module.__init__(found)
-    known[id(module)] = found
-    own: dict[str, Any] = vars(found)
-    own.update((key, copy.deepcopy(vars(twin)[key], known)) for key in ("_modules", *HELD))
-    own.update((key, vars(twin)[key]) for key in OWN - {"_modules"})
-    refresh(found, module, known)
-    return found
+
+    def __init__(self, twin: LightningModule, module: LightningModule, known: dict[int, Any]) -> None:
+        self._known = known
+        self.twin = known[id(module)] = object.__new__(type(twin))
+        nn.Module.__init__(self.twin)
+        own: dict[str, Any] = vars(self.twin)
+        own.update((key, copy.deepcopy(vars(twin)[key], known)) for key in ("_modules", *HELD))
+        own.update((key, vars(twin)[key]) for key in OWN - {"_modules"})
+        # lists of results may be long, so that only those are gone through that hold modules now
+        self._holders = {key for key, value in vars(module).items() if self._holds(value)}
+        refresh(self.twin, module, self)
+
+    def standing_for(self, key: str, value: Any) -> Any:
+        """Return what the twin has for an attribute of the module: copies stand for modules and weights in it."""
+        return self._exchanged(value) if key in self._holders or isinstance(value, (nn.Module, Tensor)) else value
+
+    def _holds(self, value: Any) -> bool:
+        if isinstance(value, (list, tuple)):
+            return any(map(self._holds, value))
+        return any(map(self._holds, value.values())) if isinstance(value, dict) else id(value) in self._known
+
+    def _exchanged(self, value: Any) -> Any:
+        if isinstance(value, (nn.Module, Tensor)):
+            return self._known.get(id(value), value)
+        if type(value) in (list, tuple):
+            return type(value)(map(self._exchanged, value))
+        return {key: self._exchanged(each) for key, each in value.items()} if type(value) is dict else value
 
 
-def refresh(twin: LightningModule, module: LightningModule, known: Mapping[int, Any] | None = None) -> None:
-    """Give the twin the attributes that the module has now. known: what stands for modules in a twin with copies."""
-    left_out = OWN if known is None else OWN | HELD
+def refresh(twin: LightningModule, module: LightningModule, copies: Copies | None = None) -> None:
+    """Give the twin the attributes that the module has now. copies: of a twin that has some."""
+    left_out = OWN if copies is None else OWN | HELD
     now = {key: value for key, value in vars(module).items() if key not in left_out and "hook" not in key}
-    vars(twin).update(now if known is None else {key: _exchanged(value, known) for key, value in now.items()})
+    vars(twin).update(now if copies is None else {key: copies.standing_for(key, each) for key, each in now.items()})
 
 
-def _exchanged(value: Any, known: Mapping[int, Any]) -> Any:
-    """Return a value in which copies stand for modules and weights that it holds."""
-    if isinstance(value, (nn.Module, Tensor)):
-        return known.get(id(value), value)
-    if type(value) in (list, tuple):
-        return type(value)(_exchanged(each, known) for each in value)
-    if type(value) is dict:
-        return {key: _exchanged(each, known) for key, each in value.items()}
-    return value
-
-
-class Modes:
+class CopiedModes:
     """The training modes of modules and of their copies. pairs: a module of the user's, and its copy."""
 
     def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from pipeback.lightning.call_override import Fronts
 from pipeback.lightning.find_stages import TrainedModule
-from pipeback.lightning.step_twin import Modes
+from pipeback.lightning.step_twin import CopiedModes
 from pipeback.splitting.split import Split
 from pipeback.tensors import copies, meta
 
@@ -57,7 +57,9 @@ class ModuleShell:
         self._freed = [*self._values.values()]
         self._places = {name: _place(tensor) for name, tensor in self._values.items()}
         pairs = list(zip(found.module.modules(), self.copy.modules(), strict=True))
-        self.modes = Modes(pairs if self.step is None else pairs[1:])  # the twin follows the LightningModule itself
+        self.modes = CopiedModes(
+            pairs if self.step is None else pairs[1:]
+        )  # a twin follows by itself
 
     def cut(self, split: Split) -> None:
         """Hear of the stages: what of a LightningModule is in none of them stays as it is."""
