@@ -57,9 +57,7 @@ class ModuleShell:
         self._freed = [*self._values.values()]
         self._places = {name: _place(tensor) for name, tensor in self._values.items()}
         pairs = list(zip(found.module.modules(), self.copy.modules(), strict=True))
-        self.modes = CopiedModes(
-            pairs if self.step is None else pairs[1:]
-        )  # a twin follows by itself
+        self.modes = CopiedModes(pairs if self.step is None else pairs[1:])  # a twin follows by itself
 
     def cut(self, split: Split) -> None:
         """Hear of the stages: what of a LightningModule is in none of them stays as it is."""
