@@ -13,7 +13,7 @@ FILES = sorted((RESULTS / "data").rglob("*.md"))
 PAGES = sorted(RESULTS.glob("*.md"))
 HEAD = re.compile(
     r"```shell\n(?P<command>(pipeback|python) .+?)\n```\n\n"
-    r"Measured on \d{4}-\d\d-\d\d at commit [0-9a-f]{7,40}(?: and [0-9a-f]{7,40})* "
+    r"Measured on \d{4}-\d\d-\d\d(?: and \d{4}-\d\d-\d\d)* at commit [0-9a-f]{7,40}(?: and [0-9a-f]{7,40})* "
     r"\(version [\d.]+\), on .+ cores.*, torch [\d.]+",
     re.DOTALL,
 )
