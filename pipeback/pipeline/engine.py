@@ -68,7 +68,8 @@ class Engine:
         self.threads = options.threads is not None or built.replicas > 1 or self.ranks.several
         self.casting = PushAutocast(self.holding.everywhere, options.debug.order)
         self._stacking, self.current = Stacking(built), Options(self.optimizers, 0)
-        self._rehearsals = Rehearsals(self.holding, self.delays, warn=options.debug.weight_functions == "warn")
+        weights = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad}
+        self._rehearsals = Rehearsals(self.holding, self.delays, weights, options.debug.weight_functions == "warn")
         self.observing, self.losses, self.progress = Observers(), LossWatch(options.debug.stop_at_nan), Progress()
         self.error: BaseException | None = None
         self.kept: KeptStates | None = None

@@ -5,7 +5,7 @@ An error in a forward is found here, before anything was trained on the micro-ba
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -34,11 +34,12 @@ class Rehearsals:
     If numbers in modules have changed (a dropout probability), a stage may draw random numbers from then on, and the
     graphs of stages that run as one are traced anew.
 
-    delays: of every stage. warn: layers that save functions of their weights give a warning and not an error.
+    delays: of every stage. weights: the names of those that the model trains, by identity. warn: layers that save
+    functions of their weights give a warning and not an error.
     """
 
-    def __init__(self, holding: HeldStages, delays: Sequence[int], warn: bool) -> None:
-        self._holding, self._delays, self._warn = holding, delays, warn
+    def __init__(self, holding: HeldStages, delays: Sequence[int], weights: Mapping[int, str], warn: bool) -> None:
+        self._holding, self._delays, self._weights, self._warn = holding, delays, weights, warn
         self._smallest: int | None = None  # samples of the smallest micro-batch so far
         self._kinds: set[Any] = set()
         self._forms: set[Form] = set()  # of the micro-batches so far
@@ -147,7 +148,9 @@ class Rehearsals:
 
     def _full(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
         holding = self._holding
-        return rehearse(stages, holding.method, self._delays, x, y, warn=self._warn, present=holding.present)
+        return rehearse(
+            stages, holding.method, self._delays, x, y, warn=self._warn, weights=self._weights, present=holding.present
+        )
 
     def _shape(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
         value = x

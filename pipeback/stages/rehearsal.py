@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from functools import partial
 from typing import Any
@@ -20,7 +20,15 @@ from torch import Tensor
 
 from pipeback.methods.base import Method
 from pipeback.splitting.module_restore import Home
-from pipeback.stages import compile_check, judged_output, norm_check, saved_graph, stale_weights_check, weight_writes
+from pipeback.stages import (
+    compile_check,
+    foreign_weights,
+    judged_output,
+    norm_check,
+    saved_graph,
+    stale_weights_check,
+    weight_writes,
+)
 from pipeback.stages.compile_check import Refused, untouched
 from pipeback.stages.compiled import Compiled, faithful
 from pipeback.stages.flight import Flight, Root, Value, begins, cut, for_loss, grown, weighed
@@ -39,12 +47,14 @@ def rehearse(
     target: Any,
     *,
     warn: bool = False,
+    weights: Mapping[int, str] | None = None,
     present: Callable[[Stage], AbstractContextManager[None]] = lambda stage: nullcontext(),
 ) -> tuple[list[float], Value]:
     """Check these stages on micro-batch (x, target); return the seconds of F + B per stage, and the last one's output.
 
-    warn: warn of functions of the weights in a graph instead of refusing them. present: a context within which a stage
-    has its weights. Raises TypeError or ValueError, which name the stage and the cure; then nothing has changed.
+    warn: warn of functions of the weights in a graph instead of refusing them. weights: the names of those that
+    the model trains, by identity. present: a context within which a stage has its weights. Raises TypeError or
+    ValueError, which name the stage and the cure; then nothing has changed.
     """
     seconds: list[float] = []
     kinds: list[Any] = []
@@ -67,7 +77,7 @@ def rehearse(
                 matters = stashes and stage.weights and faithful(method, delays[stage.index])
                 if isinstance(stage.call, Compiled) and matters:
                     stage.call.check = partial(compile_check.check, stage, method, warn)
-                output, kept = _first_run(stage, value, target, kept)
+                output, kept = _first_run(stage, value, target, kept, weights or {})
                 if stale_weights_check.guarded(stage, method, delays):
                     stale_weights_check.refuse(stage, value, target, method, warn)
                 kind = str(stage.module), [part.shape for part in stage.enter(value)[0]]
@@ -132,7 +142,9 @@ def _changing(homes: Sequence[Home]) -> tuple[tuple[dict[str, Tensor | None], st
     return tuple((owner, key) for owner, key, _, _ in homes if any(owner is other for other in changed))
 
 
-def _first_run(stage: Stage, value: Value, target: Any, handed: Collection[int]) -> tuple[Value, set[int]]:
+def _first_run(
+    stage: Stage, value: Value, target: Any, handed: Collection[int], others: Mapping[int, str]
+) -> tuple[Value, set[int]]:
     """Run F, and learn the bytes that a micro-batch holds; `handed`: the memory that the stage before keeps.
 
     Returns the output, and which memory under it this stage keeps until its backward.
@@ -140,6 +152,7 @@ def _first_run(stage: Stage, value: Value, target: Any, handed: Collection[int])
     leaves, given = stage.enter(value)
     output = _checked(stage, _guarded(stage, given, target))
     roots, weights = grown(output), list(stage.module.parameters())
+    foreign_weights.refuse(stage, roots, others)
     graph, entered = saved_graph.held(roots, leaves, weights), saved_graph.held([], leaves, weights)
     mine = sum(size for memory, size in entered.items() if memory in handed)
     stage.learn(activation_bytes=sum(graph.values()), handed_bytes=mine)

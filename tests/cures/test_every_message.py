@@ -35,6 +35,7 @@ ELSEWHERE = (
     "splitting/test_value_reads.py",
     "splitting/test_written_into.py",
     "splitting/test_vmap_calls.py",
+    "stages/test_foreign_weights.py",
 )
 VERBS = (
     "use|set|pass|add|give|install|leave|push|put|build|call|start|write|choose|wrap|keep|say|for example|did you mean"

@@ -1,5 +1,6 @@
 """LightningModules whose step is followed where the stages are elsewhere, and fits of them."""
 
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -57,22 +58,50 @@ class Teacher(Images):
         self.log("val", self.loss(*batch))
 
 
+class Owned(nn.Linear):
+    """Uses a weight of the LightningModule that it belongs to; cured, it has it, too."""
+
+    def __init__(self, owner, cured):
+        super().__init__(8, 5)
+        self.owner = [owner]
+        self.scale = owner.scale if cured else None
+
+    def forward(self, x):
+        return super().forward(x) * (self.owner[0].scale if self.scale is None else self.scale)
+
+
+def twice(layer, x):
+    return 2 * nn.Linear.forward(layer, x)
+
+
 class FrozenBetween(ValidatedHeads):
-    """Runs a frozen module, whose mode matters, before and between its calls."""
+    """Runs a frozen module before and between its calls, changes the mode of a part, has a child that knows it, and a
+    forward that was set.
+    """
 
     def build(self):
         super().build()
+        self.encoder.append(nn.Dropout(0.2))
+        self.second = Owned(self, cured=True)
+        self.first.forward = partial(twice, self.first)
         self.fixed = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8)).requires_grad_(False)
         self.known = nn.Sequential(nn.Flatten(), nn.Linear(36, 5)).requires_grad_(False)
 
     def on_train_batch_start(self, batch, batch_idx):
         self.fixed.eval()
+        self.encoder[-1].train(batch_idx % 3 > 0)
 
     def loss(self, x, y):
         known = self.known(x)
         self.outputs_seen = [*getattr(self, "outputs_seen", []), known]
         h = self.fixed(self.encoder(x))
-        return cross_entropy(self.first(h) + known, y) + 0.5 * cross_entropy(self.second(h) * self.scale, 4 - y)
+        return cross_entropy(self.first(h) + known, y) + 0.5 * cross_entropy(self.second(h), 4 - y)
+
+
+class Owning(FrozenBetween):
+    def build(self):
+        super().build()
+        self.second = Owned(self, cured=False)
 
 
 class FrozenInside(Teacher):

@@ -20,6 +20,7 @@ from tests.lightning.followed_kinds import (
     Looking,
     LookingAside,
     Objects,
+    Owning,
     Teacher,
     ValidatedAutoencoder,
     ValidatedHeads,
@@ -117,6 +118,7 @@ def raised(kind, devices):
     (LookingAside, "ValueError: training_step calls self.conv1 without gradients, .*stages.* use .detach"),
     (Objects, "Unmade: .*lists, tuples and dictionaries"),
     (Late, "RankError: .*same calls.*set what the forward reads before the call, or in a hook"),
+    (Owning, "ValueError: .*uses the weight 'scale' of the model, .*keep it as an attribute"),
     (FrozenInside, "RuntimeError: self.teacher was called, but its weights are in stages .*call self instead"),
     (Between, "RuntimeError: self.encoder was called, but its weights are in stages .*validation_step"),
 ])  # fmt: skip

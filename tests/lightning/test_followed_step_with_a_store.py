@@ -17,6 +17,7 @@ from tests.lightning.followed_kinds import (
     FrozenInside,
     Looking,
     LookingAside,
+    Owning,
     Teacher,
     ValidatedAutoencoder,
     ValidatedHeads,
@@ -76,6 +77,7 @@ def test_weights_leave_the_device():
 @pytest.mark.parametrize(("kind", "message"), [
     (Looking, "training_step calls self.encoder without gradients, .*stages.* use .detach.*store=None"),
     (LookingAside, "training_step calls self.conv1 without gradients, .*stages.* use .detach.*store=None"),
+    (Owning, "uses the weight 'scale' of the model, .*keep it as an attribute"),
     (FrozenInside, "self.teacher was called, but its weights are in stages .*call self instead"),
     (Between, "self.encoder was called, but its weights are in .*store, .*validation_step.*store=None"),
 ])  # fmt: skip
