@@ -5,7 +5,7 @@ import re
 import pytest
 
 from pipeback import TensorParallel
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.lightning import ranks
 from tests.lightning.followed_kinds import (
     Between,
@@ -117,7 +117,7 @@ def raised(kind, devices):
     (Looking, "ValueError: training_step calls self.encoder without gradients, .*stages.* use .detach"),
     (LookingAside, "ValueError: training_step calls self.conv1 without gradients, .*stages.* use .detach"),
     (Objects, "Unmade: .*lists, tuples and dictionaries"),
-    (Late, "RankError: .*same calls.*set what the forward reads before the call, or in a hook"),
+    rare(Late, "RankError: .*same calls.*set what the forward reads before the call, or in a hook"),  # they wait long
     (Owning, "ValueError: .*uses the weight 'scale' of the model, .*keep it as an attribute"),
     (FrozenInside, "RuntimeError: self.teacher was called, but its weights are in stages .*call self instead"),
     (Between, "RuntimeError: self.encoder was called, but its weights are in stages .*validation_step"),
