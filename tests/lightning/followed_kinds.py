@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy, mse_loss, relu
 from tests.laws.as_one import same
 from tests.lightning import ranks
 from tests.lightning.cases import strategy, trainer
-from tests.lightning.several_modules import Autoencoder, Convolutions, Heads, Images, batches
+from tests.lightning.several_modules import Autoencoder, Convolutions, Heads, Images, Weighted, batches
 
 
 class Validated(Images):
@@ -220,6 +220,10 @@ class Cured(ValidatedHeads):
         h = self.encoder(x)
         self.log("seen", h.detach().mean())
         return cross_entropy(self.first(h), y) + cross_entropy(self.second(h) * self.scale, y)
+
+
+KINDS = [Convolutions, ValidatedHeads, ValidatedAutoencoder, Weighted, Teacher, Child, FrozenBetween]
+SLICES = {"micro_batch_size": 2}
 
 
 def fit(kind, devices, method="pb", given=None, ckpt=None, **options):

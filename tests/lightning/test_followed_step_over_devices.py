@@ -8,6 +8,8 @@ from pipeback import TensorParallel
 from tests.helpers.choice import mostly_rare, rare
 from tests.lightning import ranks
 from tests.lightning.followed_kinds import (
+    KINDS,
+    SLICES,
     Between,
     BetweenCured,
     Child,
@@ -39,8 +41,6 @@ def equal(crew, wanted, kind, *args, count=2, **options):
         assert ranks.differences({**found, "losses": None if rank else found["losses"]}, wanted) == [], rank
 
 
-KINDS = [Convolutions, ValidatedHeads, ValidatedAutoencoder, Weighted, Teacher, Child, FrozenBetween]
-SLICES = {"micro_batch_size": 2}
 CASES = {
     "pb": {},
     "cerebras, slices, clipped": dict(method="cerebras", given=SLICES, gradient_clip_val=0.1),

@@ -8,6 +8,8 @@ from tests.helpers.choice import mostly_rare
 from tests.lightning import ranks
 from tests.lightning.cases import strategy
 from tests.lightning.followed_kinds import (
+    KINDS,
+    SLICES,
     Between,
     BetweenCured,
     Child,
@@ -29,8 +31,6 @@ from tests.lightning.followed_kinds import (
 from tests.lightning.several_modules import Convolutions, Weighted, fitted
 
 pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("small")]
-KINDS = [Convolutions, ValidatedHeads, ValidatedAutoencoder, Weighted, Teacher, Child, FrozenBetween]
-SLICES = {"micro_batch_size": 2}
 STORES = {"host": lambda folder: "host", "ahead": lambda folder: HostStore(prefetch=3), "disk": "disk:{}".format}
 CASES = {
     "pb": {},
