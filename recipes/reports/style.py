@@ -129,7 +129,7 @@ def grid(count: int, narrow: bool, across: int, height: float, **options: Any) -
     down = math.ceil(count / across)
     size = (NARROW if narrow else WIDE, height * down)
     figure, axes = plt.subplots(down, across, figsize=size, squeeze=False, layout="constrained", **options)
-    figure.get_layout_engine().set(h_pad=0.1)
+    figure.get_layout_engine().set(h_pad=0.1, w_pad=0.1)
     for ax in axes.flat[count:]:
         ax.remove()
     return figure, list(axes.flat[:count])
