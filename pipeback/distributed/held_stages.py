@@ -65,6 +65,11 @@ class HeldStages:
         return self.workers > 1 or len(self.everywhere) > 1
 
     @property
+    def later(self) -> bool:
+        """Whether stages get their worker, or their place in a store, as late as at the first push."""
+        return self.shared or self.ranks.several
+
+    @property
     def most_as_one(self) -> int | None:
         """The most stages that may run as one, since they are on the device at once; None: weights stay there."""
         return None if self.store is None else together(self.store.prefetch)

@@ -16,8 +16,6 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.stages.activations import recomputes
-from pipeback.streaming import disk_store
-from pipeback.streaming.store import HostStore
 
 # hooks between the forward of a batch and its update
 AMID = (
@@ -69,19 +67,10 @@ def _reason(
     ):
         if value != plain:
             return f"{name}={value!r} does not go with stages as one; use {name}={plain!r}"
-    if (reason := _of_store(options)) is not None:
-        return reason
-    hook = next(_looking(trainer, module), None)
-    return None if hook is None else f"{hook} may look at gradients or weights amid a step; leave that hook out"
-
-
-def _of_store(options: StrategyOptions) -> str | None:
-    """Return why weights that lie where the options say do not go with stages as one; None if they do."""
     if options.streaming.sparsity is not None:
         return "sparse weights do not go with stages as one; leave sparsity= out"
-    if not isinstance(disk_store.create(options.store), HostStore | None):
-        return f'store={options.store!r} does not go with stages as one; use store="host"'
-    return None
+    hook = next(_looking(trainer, module), None)
+    return None if hook is None else f"{hook} may look at gradients or weights amid a step; leave that hook out"
 
 
 def _looking(trainer: Trainer, module: LightningModule) -> Iterator[str]:

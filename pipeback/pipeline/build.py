@@ -189,7 +189,7 @@ def _stacks(
     from pipeback.vectorized.stacks import choose_stacks  # here: its room takes a sixth of the time of the import
 
     most = holding.most_as_one
-    if not choose_stacks.check(stages, method, options.compile, options.vectorize, most) or holding.shared:
+    if not choose_stacks.check(stages, method, options.compile, options.vectorize, most) or holding.later:
         return []
     return choose_stacks.stacked(stages, method, options.compile, graphed, len(stages), most=most)
 

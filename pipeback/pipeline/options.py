@@ -141,16 +141,10 @@ class PipelineOptions(NamedTuple):
             ("store", self.streaming.store, None, "store=None"),
             ("sparsity", self.streaming.sparsity, None, "store=None"),
         ]
-        if self.vectorize and isinstance(store, HostStore):
+        if self.vectorize and isinstance(store, HostStore | DiskStore):
             among = [one for one in among if one[0] != "store"]
             graphs = self.vectorize if self.vectorize == "cuda_graph" else True
             check_goes_with("a store", ", or vectorize=False", [("vectorize", graphs, True, "vectorize=True")])
-            over_ranks = [("replicas", replicas if shards else 1, 1, "replicas=1")]
-            what = f"vectorize={self.vectorize!r} with a store over ranks"
-            check_goes_with(what, ", or vectorize=False", over_ranks)
-        elif self.vectorize and isinstance(store, DiskStore):
-            in_memory = [("store", self.streaming.store, None, 'store="host"')]
-            check_goes_with(f"vectorize={self.vectorize!r}", ", or vectorize=False", in_memory)
         if self.vectorize:
             kept = self.activations if recomputes(self.activations) else "device"
             among.append(("activations", self.activations, kept, f"activations={kept!r}"))

@@ -18,6 +18,11 @@ from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 
+SHARED = (
+    "replicas whose stores share the weights bring the same stages at the same time, so that times may not decide what "
+    "runs as one; with vectorize=True, stages that are alike do"
+)
+
 
 class Stacking:
     """The stacks of the pipeline that was built. told: for each, by its name, whether its stages run as one."""
@@ -33,8 +38,10 @@ class Stacking:
 
             if streams_flushes(built.method):
                 self.told[numbered("stage", range(len(built.holding.stages)))] = f"stage by stage: {STREAMED}"
+            elif options.vectorize == "auto" and built.holding.shards:
+                self.told[numbered("stage", range(len(built.holding.stages)))] = f"stage by stage: {SHARED}"
         # until it is known which stages a worker has
-        self._waits = bool(options.vectorize) and built.holding.shared and not self.told
+        self._waits = bool(options.vectorize) and built.holding.later and not self.told
         self._tried = False
         self._seen: list[Any] = []  # what micro-batches give to the stages
         # where the loss is computed outside, how many micro-batches go forward before the last of them has been judged
@@ -48,13 +55,14 @@ class Stacking:
         return self._waits or bool(self.stacks)
 
     def choose(self) -> None:
-        """Make stacks of stages of the same worker, which are known from now on."""
+        """Make stacks of stages of the same worker, which are known from now on, where they then lie."""
         if not self._waits:
             return
         self._waits = False
         from pipeback.vectorized.stacks.choose_stacks import stacked  # here, since most pipelines have no stacks
 
-        owner, count, most = self._holding.balance(), len(self._holding.stages), self._holding.most_as_one
+        owner = self._holding.balance() if self._holding.shared else None
+        count, most = len(self._holding.stages), self._holding.most_as_one
         self.stacks = [
             stack
             for stages in self._own
@@ -117,13 +125,12 @@ class Stacking:
         )  # fmt: skip
         found: list[Any] = []
         told: dict[str, str] = {}
-        for replica in range(len(self._holding.everywhere)):
+        for replica in sorted({stack.stages[0].replica for stack in self.stacks}):
             mine = [stack for stack in self.stacks if stack.stages[0].replica == replica]
-            if mine:
-                with accelerators.under(()):  # the stages enter it by themselves
-                    kept, reasons = fitting(mine, self._seen, asked, again=self._tried)
-                told = told or reasons
-                found += kept
+            with accelerators.under(()):  # the stages enter it by themselves
+                kept, reasons = fitting(mine, self._seen, asked, again=self._tried)
+            told = told or reasons
+            found += kept
         if not self._tried:
             self.told = told  # what stacks find out later is told in it, too
         self._tried, self._seen, changed = True, [], found != self.stacks

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import ceil, gcd
+from operator import add
 from typing import NamedTuple
 
 from pipeback.plan import drive
 from pipeback.plan.dry_run import DryWorker, Room
-from pipeback.plan.survey import PlanInputs, loops, period
+from pipeback.plan.survey import PlanInputs, StageBytes, loops, period
 from pipeback.runtime.loop import Loop
 from pipeback.schedules.timeline import in_flight
 from pipeback.streaming.disk_store import due
@@ -127,16 +129,27 @@ def host_room(facts: PlanInputs, push: Forecast) -> HostBytes:
     waiting = facts.replicas * sum(p.waiting * push.peak_flights[s] for s, p in facts.stages.items())
     if facts.kind == "device":
         return HostBytes(activations=waiting)
-    kept = [HostBytes(p.home, p.optimizer, p.method, p.older) for p in facts.stages.values()]
     if facts.kind == "host":
-        whole = HostBytes(*(facts.replicas * sum(column) for column in zip(*kept, strict=True)))
+        whole = HostBytes(*(facts.replicas * part for part in _kept(facts.stages.values())))
         return whole._replace(gradients=push.host_gradients, activations=waiting)
-    largest = max(kept, key=sum)
+    in_stacks = {s for stack in facts.stacks for s in stack}
+    updated = [*facts.stacks, *([s] for s in facts.stages if s not in in_stacks)]  # each of these by one update
+    together = [[facts.stages[s] for s in some if s in facts.stages] for some in updated]
+    largest = max(map(_kept, together), key=sum)
+    if facts.method.copies != "live":  # beside an update, a fetch opens a stage whose weights it shifts
+        shifted = max((_kept([one]) for one in facts.stages.values()), key=sum)
+        largest = HostBytes(*map(add, largest, shifted))
     most = (facts.prefetch or 0) + 1
-    queued = sorted((p.load.gradients for p in facts.stages.values()), reverse=True)[:most]
-    open_at_once = facts.replicas * len(facts.workers) * (2 if facts.method.copies != "live" else 1)
+    queued = sorted((sum(p.load.gradients for p in some) for some in together), reverse=True)[:most]
     gradients = min(push.host_gradients, sum(queued) * facts.replicas)
-    return HostBytes(*(open_at_once * part for part in largest))._replace(gradients=gradients, activations=waiting)
+    opened = (facts.replicas * len(facts.workers) * part for part in largest)
+    return HostBytes(*opened)._replace(gradients=gradients, activations=waiting)
+
+
+def _kept(stages: Iterable[StageBytes]) -> HostBytes:
+    """What a store keeps of these stages."""
+    kept = ((p.home, p.optimizer, p.method, p.older) for p in stages)
+    return HostBytes(*(sum(column) for column in zip(*kept, strict=True)))
 
 
 def disk_room(facts: PlanInputs, push: Forecast) -> int:

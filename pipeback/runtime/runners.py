@@ -246,8 +246,9 @@ class Threads:
         for n, loop in enumerate(judges):
             loop.worker.report = deliver(self.awaited, n, self.replicas)
         for loop, commands in zip(loops, self.commands, strict=True):
-            # replicas whose operations came in other orders would wait for each other's sums
-            loop.more = partial(_waits, commands) if loop.worker.replicas is None else _never
+            # replicas whose operations came in other orders would wait for each other's sums, or parts of weights
+            alone = loop.worker.replicas is None and loop.worker.residence.alone
+            loop.more = partial(_waits, commands) if alone else _never
         self.threads = [
             threading.Thread(
                 target=_serve, args=(loop, commands, closed, self.failure, self.awaited), daemon=True, name="pipeback"

@@ -126,7 +126,7 @@ class JoinedMemory(Protocol):
     count: int
     rows: list[Tensor]
 
-    def bring(self) -> int: ...
+    def bring(self) -> int | None: ...
 
 
 class StackedFlight(Protocol):
@@ -180,6 +180,7 @@ class Home:
         self.places = _places(module)  # the parameters: who has them, by which name, and at which address
         self.flat: FlatBuffer | None = None  # the weights in a store, outside the device
         self.slot: DeviceSlot | None = None  # their place on the device, if they are only there when needed
+        self.apart = False  # whether the store keeps each stage by itself: in a file of its own, or a slice of it
         self.joined: JoinedMemory | None = None  # the memory of which both are parts, with those of other stages
         self.sparse: Survivors | None = None  # which of the weights survive
         self.share: WeightShare | None = None  # what this rank's store keeps of the weights, if others keep the rest
@@ -194,9 +195,9 @@ class Home:
         """Note that this process holds no weights of the stage."""
         self.places, self.flat, self.slot, self.spilled = [], None, None, None
 
-    def move(self, flat: FlatBuffer, slot: DeviceSlot) -> None:
-        """Move to a store: `flat` holds the values of the weights, which are used at `slot`."""
-        self.flat, self.slot = flat, slot
+    def move(self, flat: FlatBuffer, slot: DeviceSlot, *, apart: bool) -> None:
+        """Move to a store: `flat` holds the values of the weights, which are used at `slot`. apart: see above."""
+        self.flat, self.slot, self.apart = flat, slot, apart
 
     def join(self, joined: JoinedMemory, flat: FlatBuffer) -> None:
         """Move to a part of memory of the same store that holds the weights of other stages, too."""

@@ -157,9 +157,9 @@ class Stage:
         self.home.look(self.module)
         self.prepare(method)
 
-    def move_home(self, flat: FlatBuffer, slot: DeviceSlot, method: Method) -> None:
+    def move_home(self, flat: FlatBuffer, slot: DeviceSlot, method: Method, *, apart: bool = False) -> None:
         """Move the weights to a store: `flat` holds their values, and the stage computes with them at `slot`."""
-        self.home.move(flat, slot)
+        self.home.move(flat, slot, apart=apart)
         self.device = slot.device
         self.home.attach(self.weights)
         self.versions.lay(None)

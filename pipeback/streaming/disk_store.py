@@ -54,6 +54,8 @@ class DiskStore(Store):
     Raises StoreError if the folder is in use, cannot be written, is damaged, or has another format.
     """
 
+    apart = True
+
     def __init__(
         self,
         folder: str | Path,

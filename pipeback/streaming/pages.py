@@ -64,7 +64,7 @@ class Pages:
         self.written_bytes += len(buffer)
 
     def read(self, name: str, memory: Tensor) -> None:
-        """Fill a tensor's storage. Raises StoreError if the file has other bytes than were written."""
+        """Fill the run of bytes of a dense tensor. Raises StoreError if the file has other bytes than were written."""
         region = self.newest[name]
         _fill(self._file, self.path, name, region, memory)
         self.read_bytes += region.size
@@ -129,7 +129,7 @@ def read(path: Path, name: str, region: Region) -> Tensor:
 
 
 def _fill(file: int, path: Path, name: str, region: Region, memory: Tensor) -> None:
-    buffer, done = _bytes(memory), 0
+    buffer, done = _run(memory.data_ptr(), region.size), 0
     with _naming(path):
         while done < region.size:
             more = os.preadv(file, [buffer[done:]], region.at + done)
@@ -154,7 +154,11 @@ def _end(region: Region) -> int:
 
 def _bytes(memory: Tensor) -> memoryview:
     storage = memory.untyped_storage()
-    return memoryview((ctypes.c_char * storage.nbytes()).from_address(storage.data_ptr())).cast("B")
+    return _run(storage.data_ptr(), storage.nbytes())
+
+
+def _run(address: int, size: int) -> memoryview:
+    return memoryview((ctypes.c_char * size).from_address(address)).cast("B")
 
 
 class _naming:

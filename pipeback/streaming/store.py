@@ -38,6 +38,7 @@ class Store(ABC):
     device_memory: int | str | None = None
     host_memory: int | str | None = None
     closed = False  # whether it was closed, for good
+    apart = False  # whether it keeps each stage by itself, so that no copy moves several
 
     @property
     def budgets(self) -> tuple[int | None, int | None]:
@@ -178,7 +179,7 @@ def move_in(store: Store, stage: Stage, method: Method, device: torch.device, sp
     slot = DeviceSlot(params, device, rest, 0 if shard is None else shard.nbytes)
     if sparse is not None:
         slot.skipping = sparse.skipping(stage, device)
-    stage.move_home(home, slot, method)
+    stage.move_home(home, slot, method, apart=store.apart or shard is not None)
     _follow(stage)
     for part in (sparse, shard):
         if part is not None:

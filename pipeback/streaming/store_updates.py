@@ -5,9 +5,9 @@ Incomplete gradient sums leave the device with their stage, and come back for it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 
 import torch
 from torch import Tensor
@@ -45,9 +45,8 @@ class StoreUpdates:
         for stage in stages:
             if stage.versions.hands and stage.weights:
                 make = self._lending(stage, stage.versions.handed(stage.version, stage.weights), make)
-        alone = stages[0]
-        shared = alone.home.share is not None
-        job = self._owners_job(alone, sums[0], make) if shared else self._job(stages, sums, make)
+        shared = stages[0].home.share is not None
+        job = self._owners_job(stages, sums, make) if shared else self._job(stages, sums, make)
         while len(pending := {id(u): u for u in self._updates.values() if not u.done()}) > self.store.prefetch:
             with self._meter.stalling():
                 next(iter(pending.values())).result()
@@ -72,10 +71,7 @@ class StoreUpdates:
         self._meter.add(gradients_out=_bytes(grads))
 
         def job() -> None:
-            moving, opened = self._meter.moving("store", first.index), ExitStack()
-            with left(), moving, torch.no_grad(), opened:
-                for stage in stages:
-                    opened.enter_context(self.store.opened(stage, changes=True))
+            with left(), self._meter.moving("store", first.index), torch.no_grad(), self._opened(stages):
                 mine = grads if sparse is None or not sparse.policy.dense_gradient(number) else sparse.gathered(grads)
                 each = len(mine) // len(stages)
                 parts = [mine[n * each : (n + 1) * each] for n in range(len(stages))]
@@ -85,8 +81,19 @@ class StoreUpdates:
 
         return job
 
-    def _owners_job(self, stage: Stage, sums: GradientSums, make: Make) -> Callable[[], None]:
+    def _owners_job(self, stages: Sequence[Stage], sums: Sequence[GradientSums], make: Make) -> Callable[[], None]:
         """Return an update that first sends the sums to their owners, from device to device or from host to host."""
+        sending = [self._sending(stage, each) for stage, each in zip(stages, sums, strict=True)]
+
+        def job() -> None:
+            mine = [send() for send in sending]
+            with self._meter.moving("store", stages[0].index), torch.no_grad(), self._opened(stages):
+                make(mine)
+
+        return job
+
+    def _sending(self, stage: Stage, sums: GradientSums) -> Callable[[], GradientSums]:
+        """Return what sends a stage's sums to their owners, and returns those of this rank."""
         assert stage.home.share is not None and self.column is not None
         scatter, version = stage.home.share.scatter, stage.version
         if self.column.updating.nccl:
@@ -95,7 +102,7 @@ class StoreUpdates:
             (grads, left), leave = self._streams.leave(sums.grads), None
             self._meter.add(gradients_out=_bytes(grads))
 
-        def job() -> None:
+        def send() -> GradientSums:
             if leave is None:
                 with left():
                     mine, total, sent = scatter(grads, sums.number, version)
@@ -103,10 +110,17 @@ class StoreUpdates:
                 mine, total, sent = leave(lambda: scatter(grads, sums.number, version))
                 self._meter.add(gradients_out=_bytes(mine))
             self._meter.add(scattered=sent)
-            with self._meter.moving("store", stage.index), torch.no_grad(), self.store.opened(stage, changes=True):
-                make([GradientSums(mine, total)])
+            return GradientSums(mine, total)
 
-        return job
+        return send
+
+    @contextmanager
+    def _opened(self, stages: Sequence[Stage]) -> Iterator[None]:
+        """A context in which these stages are in memory, to be changed."""
+        with ExitStack() as opened:
+            for stage in stages:
+                opened.enter_context(self.store.opened(stage, changes=True))
+            yield
 
     def wait(self, stage: int, *, stalls: bool = False) -> None:
         """Wait until the last update of a stage is done. stalls: whether computing waits for it."""

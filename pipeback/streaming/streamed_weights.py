@@ -280,14 +280,13 @@ class StreamedWeights:
         """Copy the newest weights of those that lack them, of a whole unit by one copy."""
         lacking = [(stage, version) for stage, version in stages if self._slot(stage.index).content != version]
         joined = stages[0][0].home.joined
-        if joined is not None and len(lacking) == joined.count:
-            sent = joined.bring()
-            for stage, version in lacking:
-                self._slot(stage.index).content = version
-            self._meter.add(weights_in=sent, fetches=len(lacking))
-        else:
-            for stage, version in lacking:
+        sent = joined.bring() if joined is not None and len(lacking) == joined.count else None
+        for stage, version in lacking:
+            if sent is None:
                 self._copy(stage, self._slot(stage.index), version)
+            self._slot(stage.index).content = version
+        if sent is not None:
+            self._meter.add(weights_in=sent, fetches=len(lacking))
         return {stage.index: Brought(version) for stage, version in stages}
 
     def _chosen(self, stage: Stage, slot: DeviceSlot, kind: Kind, asked: HookCall, version: int) -> Brought:

@@ -42,9 +42,21 @@ class FlatBuffer:
 
         Kernels round differently at other offsets and strides. least: the least size of the buffer in bytes.
         """
+        return cls.repeated(likes, 1, device, pinned=pinned, least=least)
+
+    @classmethod
+    def repeated(
+        cls, likes: Sequence[Tensor], count: int, device: torch.device, *, pinned: bool = False, least: int = 0
+    ) -> FlatBuffer:
+        """Make a buffer for tensors like these `count` times. least: the least size in bytes of each of these times."""
         begins, end = places(likes)
-        spans = [Span(at, like.dtype, like.shape, dense(like)) for at, like in zip(begins, likes, strict=True)]
-        return cls(spans, max(end, least), device, pinned=pinned)
+        size = max(end, least)
+        spans = [
+            Span(n * size + at, like.dtype, like.shape, dense(like))
+            for n in range(count)
+            for at, like in zip(begins, likes, strict=True)
+        ]
+        return cls(spans, count * size, device, pinned=pinned)
 
     def divided(self, count: int) -> list[FlatBuffer]:
         """Return parts of this buffer, each with as many of its tensors, which have the same shapes in every part.

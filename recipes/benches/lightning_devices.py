@@ -4,13 +4,15 @@ device: with stages one by one, and as one where that is faster.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
 
-from pipeback import HostStore
+from pipeback import DiskStore, HostStore
 from pipeback.lightning import PipelineStrategy
 from pipeback.recipes.benches.network import create, sgd
 from pipeback.recipes.benches.turns import one_thread, spread
@@ -22,13 +24,16 @@ CASES = ONES.index(NARROW), ONES.index(TRANSFORMER)
 
 
 class Fit(NamedTuple):
-    """How a fit is done. workers: threads that share the stages of a device. ahead: the `prefetch` of a host store."""
+    """How a fit is done. workers: threads that share the stages of a device. ahead: the `prefetch` of a store, which is
+    in host memory or on disk; None: there is no store.
+    """
 
     words: str
     devices: int = 1
     workers: int | None = None
     vectorize: bool | str = False
     ahead: int | None = None
+    on_disk: bool = False
     precision: str = "32-true"
 
 
@@ -83,10 +88,11 @@ def seconds(number: int, fit: Fit) -> float:
     """Return the time per batch of a fit."""
     clock, case = Clock(), ONES[number]
     batches = torch.utils.data.DataLoader(Dataset(BATCHES, number), batch_size=None)
-    where = PipelineStrategy(
-        create("pb", case.stages), micro_batch_size=1, vectorize=fit.vectorize, workers=fit.workers, plan=False,
-        store=None if fit.ahead is None else HostStore(prefetch=fit.ahead),
-    )  # fmt: skip
-    with one_thread():
+    with one_thread(), tempfile.TemporaryDirectory() as folder:
+        kind = partial(DiskStore, folder) if fit.on_disk else HostStore
+        where = PipelineStrategy(
+            create("pb", case.stages), micro_batch_size=1, vectorize=fit.vectorize, workers=fit.workers, plan=False,
+            store=None if fit.ahead is None else kind(prefetch=fit.ahead),
+        )  # fmt: skip
         run(Module(number), batches, where, [clock], fit.devices, fit.precision)
     return clock.per_batch()

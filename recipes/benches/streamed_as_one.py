@@ -1,5 +1,5 @@
-"""Stages that are alike and come from host memory: run one by one, and as one, as many as half of `prefetch + 1`,
-by pushes and under Lightning.
+"""Stages that are alike and come from host memory or from disk: run one by one, and as one, as many as half of
+`prefetch + 1`, by pushes and under Lightning.
 
 The weights stay on the device in the first row, with which all others are compared.
 """
@@ -10,6 +10,7 @@ import statistics
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pipeback
@@ -32,8 +33,10 @@ def main(repeats: int, cases: Iterable[Case] = CASES[:3], ahead: Iterable[int] =
 def fits(repeats: int, numbers: Iterable[int], ahead: Iterable[int]) -> None:
     """Fits with `pb` of these networks under Lightning."""
     every = [Fit("resident"), Fit("resident, as one", vectorize=True)]
-    for n in ahead:
-        every += [Fit(f"host, `prefetch={n}`", ahead=n), Fit(f"host, `prefetch={n}`, as one", vectorize=True, ahead=n)]
+    for where, n in places(ahead):
+        kind = {"ahead": n, "on_disk": where == "disk"}
+        name = f"{where}, `prefetch={n}`"
+        every += [Fit(name, **kind), Fit(f"{name}, as one", vectorize=True, **kind)]
     columns = []
     for number in numbers:
         turns = [[lightning_devices.seconds(number, fit) for fit in every] for _ in range(repeats)]
@@ -46,7 +49,7 @@ def fits(repeats: int, numbers: Iterable[int], ahead: Iterable[int]) -> None:
 
 def pushes(repeats: int, cases: Iterable[Case], ahead: Iterable[int]) -> None:
     """Pushes, by method."""
-    print("Stages that come from host memory, over those whose weights stay, all in one thread:")
+    print("Stages that come from host memory, or from disk, over those whose weights stay, all in one thread:")
     for case in cases:
         with contenders(case, tuple(ahead)) as runs:
             seconds = interleaved(runs, repeats)
@@ -71,8 +74,15 @@ def contenders(case: Case, ahead: tuple[int, ...]) -> Iterator[dict[str, Callabl
 
         for method in METHODS:
             add("resident", method)
-            for n in ahead:
-                store = partial(pipeback.HostStore, prefetch=n)
-                add(f"host, `prefetch={n}`", method, store=store())
-                add(f"host, `prefetch={n}`, as one", method, store=store(), vectorize=True)
+            for where, n in places(ahead):
+                for words, on in (("", False), (", as one", True)):
+                    folder = stack.enter_context(TemporaryDirectory())
+                    kind = pipeback.HostStore if where == "host" else partial(pipeback.DiskStore, folder)
+                    add(f"{where}, `prefetch={n}`{words}", method, store=kind(prefetch=n), vectorize=on)
         yield runs
+
+
+def places(ahead: Iterable[int]) -> list[tuple[str, int]]:
+    """Where weights come from, and how many stages ahead: from disk as many as fewest and most."""
+    some = sorted(ahead)
+    return [*(("host", n) for n in some), *(("disk", n) for n in sorted({some[0], some[-1]}))]

@@ -42,7 +42,7 @@ ROWS = {
 
 OPTIONS: list[tuple[dict[str, Any], str]] = [
     *[({"vectorize": True, name: value}, f"vectorize=True does not go with {name}=") for name, value in (
-        ("store", "disk:elsewhere"), ("sparsity", "magnitude"), ("activations", "host"), ("order", "random"),
+        ("sparsity", "magnitude"), ("activations", "host"), ("order", "random"),
     )],
     ({"vectorize": "cuda_graph", "store": "host"}, "^a store does not go with vectorize='cuda_graph'"),
     ({"vectorize": True, "store": "host", "method": "gpipe"}, "vectorize=True: with a store, a method of flushes"),

@@ -112,13 +112,6 @@ def kept_split(rank: int, some: bool) -> None:
     pushed(built(debug=pipeback.Debug(take_back=3), replicas=2, store="host" if some else None))
 
 
-def stacked_split(rank: int, some: bool) -> None:
-    if some:
-        pushed(built(vectorize="auto", replicas=2, store="host"))
-    pushed(built(vectorize="auto", store="host"))
-    pushed(built(replicas=2, store="host"))
-
-
 def sparse(rank: int, some: bool) -> None:
     store = pipeback.Streaming("host", sparsity="set")
     pushed(built(replicas=2, store=store if some else None))
@@ -250,7 +243,6 @@ ROWS: dict[Callable[[int, bool], None], str] = {
     forgotten: "forget: the other ranks are ahead already; give backward a gradient of zeros",
     watched: "watch measures whole weights, of which a rank's store has a slice; use store=None",
     kept_linked: "take_back=3: a wait for NCCL does not end when another rank has failed; use workers=pipeback.Proce",
-    stacked_split: "vectorize='auto' with a store over ranks does not go with replicas=2; use replicas=1",
     kept_split: "take_back=3: a store splits weights over the ranks of the replicas, which could not go back to a",
     sparse: "a store splits weights over the ranks of the replicas, but not sparse ones; use store=None",
     linked: r"parts of the stages each do not exchange tensors by NCCL; use workers=pipeback.Processes\(link='gloo'\)",

@@ -2,6 +2,7 @@
 rounding, and hold and move what the plan says.
 """
 
+import re
 import time
 
 import pytest
@@ -290,6 +291,16 @@ def test_auto_leaves_flushes_to_the_event_loop(workers):
     pipe.close()
     _, *wanted = trained("gpipe-4", store=store(5))
     assert all(torch.equal(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize(("count", "as_one"), [(1, False), (27, True)])
+def test_auto_leaves_short_pushes_to_the_event_loop(count, as_one, monkeypatch):
+    """Until a loss is read, they have as many ticks as the pipeline has stages, and each brings weights."""
+    monkeypatch.setattr(whole_cost, "gain", lambda stack, under, whole: 3.0)
+    pipe = pipeline(model(), "pb", store=store(5), vectorize="auto", micro_batch_size=2)
+    pipe.push(*map(torch.cat, zip(*doubles(count, samples=2), strict=True)))
+    told = "as one" if as_one else r"stage by stage: as one, F and B are 0.43 times as fast"
+    assert all(re.match(told, words) for name, words in pipe.vectorized.items() if name != "stage 0")
 
 
 def test_stages_that_are_not_alike_after_all():

@@ -5,7 +5,8 @@ import torch
 from lightning.pytorch.callbacks import ModelCheckpoint, OnExceptionCheckpoint
 from torch.nn.functional import mse_loss
 
-from pipeback import HostStore
+from pipeback import DiskStore, HostStore
+from pipeback.streaming import disk_store
 from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import same
 from tests.laws.cases import STEADY, allowed
@@ -89,6 +90,32 @@ def test_a_checkpoint_in_flight(case, other, tmp_path):
     same(list(again.parameters()), list(whole.parameters()))
 
 
+@pytest.mark.usefixtures("deterministic")  # times do not decide which ticks of a thread are whole
+@pytest.mark.parametrize(
+    ("case", "options"),
+    mostly_rare([(c, o) for c in STREAMED for o in ({}, {"workers": 2})], ("cerebras", {}), ("pb", {"workers": 2})),
+    ids=str,
+)
+def test_from_disk_as_from_host_memory(case, options, tmp_path, monkeypatch):
+    """The same bits; a checkpoint in flight goes on, with files that begin anew."""
+    monkeypatch.setattr(disk_store, "SMALL", 1)
+    optimizer = next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
+    kind, found = lambda: Seeing(optimizer=optimizer), []
+    for kept, store in (("in memory", HostStore(5)), ("on disk", DiskStore(tmp_path / "files", 5))):
+        where, folder = {"store": store, **options}, tmp_path / kept
+        keep = ModelCheckpoint(folder, every_n_train_steps=3, filename="{step}", auto_insert_metric_name=False)
+        module, how = fitted(
+            case, True, kind=kind, where=where, enable_checkpointing=True, callbacks=[keep], max_epochs=1
+        )
+        assert any(told.startswith("as one") for told in how.vectorized.values())
+        found.append([*module.losses, *module.parameters()])
+    assert len(found[0]) == len(found[1]) and all(map(torch.equal, *found))
+    where = {"store": DiskStore(tmp_path / "anew", 5), **options}
+    again, _ = fitted(case, True, kind=kind, where=where, ckpt=tmp_path / "on disk" / "3.ckpt", seed=11, max_epochs=1)
+    ended = [*again.losses, *again.parameters()]
+    assert again.losses and all(map(torch.equal, ended, found[1][-len(ended) :]))
+
+
 # -- what goes wrong ---------------------------------------------------------------------------------------------------
 
 
@@ -149,11 +176,3 @@ def test_weights_that_training_step_looks_at(first, stored):
     with pytest.raises(ValueError, match=r"calls self.model without gradients, .*PipelineStrategy\(vectorize=False\)"):
         run("pb", True, kind=Looking)
     run("pb", False, kind=Looking, max_epochs=1)
-
-
-def test_a_disk_store_does_not_go_with_it(tmp_path):
-    where, told = {"store": f"disk:{tmp_path}"}, 'does not go with stages as one; use store="host"'
-    _, how = fitted("pb", "auto", where=where, max_epochs=1)
-    assert told in how.vectorized["all stages"]
-    with pytest.raises(ValueError, match=f"vectorize=True: .*{told}"):
-        fitted("pb", True, where=where)

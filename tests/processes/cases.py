@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import mse_loss
 
 import pipeback
 from pipeback.errors import RankError
+from pipeback.vectorized.stacks import whole_cost
 from tests.laws.cases import CASES, LATE, OPTIMIZERS, STAGES, allowed, data, network, pipeline
 
 
@@ -147,8 +149,15 @@ def as_one(case: str, optimizer: str = "momentum", **options: Any) -> dict[str, 
     found["losses"] = torch.stack([loss.double().clone() for loss in losses])
     found["model"] = {k: v.clone() for k, v in pipe.model.state_dict().items()}
     found["vectorized"] = dict(pipe.vectorized)
+    found["stacks"] = [stack.numbers for stack in pipe._engine.setting.stacks]
     pipe.close()
     return found
+
+
+def timed_otherwise(case: str, gains: Sequence[float], **options: Any) -> dict[str, Any]:
+    """As `as_one`, on ranks that have measured so many times the speed as one."""
+    whole_cost.gain = lambda stack, under, whole: gains[dist.get_rank()]  # type: ignore[assignment]
+    return as_one(case, vectorize="auto", **options)
 
 
 def judged(case: str, sizes: tuple[int, ...] = (30, 3, 1, 9, 2), **options: Any) -> dict[str, Any]:

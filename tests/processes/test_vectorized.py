@@ -1,12 +1,15 @@
 """Law: stages that run as one within each rank are the event loop to rounding, their states in flight included."""
 
+from itertools import product
+
 import pytest
 
+from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import HostStore
-from tests.helpers.choice import rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import S
 from tests.laws.cases import CASES, STEADY
-from tests.processes.cases import as_one, far, judge_fails, judged, none_alike, shared_out
+from tests.processes.cases import as_one, far, judge_fails, judged, none_alike, shared_out, timed_otherwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
 
@@ -46,8 +49,45 @@ def test_ranks_with_stores(crew, ranks, cases, ahead):
     assert odd_cases(crew, ranks, cases, store=HostStore(prefetch=ahead)) == {}
 
 
-def test_replicas_over_ranks(crew):
-    assert odd_cases(crew, 4, ["pb"], replicas=2) == {}
+@pytest.mark.parametrize("case", ["pb", *(rare(case) for case in STREAMED)])
+def test_ranks_with_files(crew, case, tmp_path):
+    assert odd_cases(crew, 2, [case], store=DiskStore(tmp_path, prefetch=5)) == {}
+
+
+@pytest.mark.parametrize(("ranks", "case"), [(4, "pb"), rare(2, "cerebras")])
+def test_replicas_over_ranks(crew, ranks, case):
+    """Every one of them has stacks."""
+    wanted = as_one(case)
+    results = crew.ranks(ranks).run(as_one, case, vectorize=True, replicas=2)
+    assert not any(far(result, wanted) for result in results)
+    one, other = (
+        [stack for result in replica for stack in result["stacks"]]
+        for replica in (results[: ranks // 2], results[ranks // 2 :])
+    )
+    assert sorted(s for stack in one for s in stack) == list(range(S - 1)) and one == other
+
+
+@pytest.mark.parametrize(
+    ("ranks", "case", "kind"),
+    mostly_rare(product((2, 4), STREAMED, ("host", "disk")), (4, "cerebras", "host"), (2, "pb", "disk")),
+)
+def test_replicas_whose_stores_share_the_weights(crew, ranks, case, kind, tmp_path):
+    """They fetch and update the same stages as one, at the same time."""
+    wanted, stores = as_one(case), {"host": HostStore(prefetch=5), "disk": DiskStore(tmp_path, prefetch=5)}
+    results = crew.ranks(ranks).run(as_one, case, vectorize=True, replicas=2, store=stores[kind])
+    assert not any(far(result, wanted) for result in results)
+    assert all(any(len(stack) > 1 for stack in result["stacks"]) for result in results)
+    told = crew.ranks(2).run(as_one, "pb", vectorize="auto", replicas=2, store=HostStore(prefetch=5))[0]["vectorized"]
+    assert "stage by stage: replicas whose stores share the weights" in str(told)
+
+
+@pytest.mark.soak
+def test_replicas_that_decide_otherwise(crew):
+    """By times, which "auto" goes by: one replica goes stage by stage, in the same order."""
+    wanted = as_one("pb")
+    results = crew.ranks(2).run(timed_otherwise, "pb", (3.0, 0.5), replicas=2)
+    assert [bool(result["stacks"]) for result in results] == [True, False]
+    assert not any(far(result, wanted) for result in results)
 
 
 @pytest.mark.parametrize(

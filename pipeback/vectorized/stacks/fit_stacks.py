@@ -80,8 +80,11 @@ class Request(NamedTuple):
 
     @property
     def waits(self) -> float:
-        """The ticks per micro-batch at which some stages wait for the last of those that come together."""
-        return (self.stages - 1) / self.together if self.together else 0.0
+        """The ticks per micro-batch at which some stages wait for the last of those that come together: until their
+        losses are computed outside, or, with a store, are read.
+        """
+        together = self.pushed if self.together is None and self.most is not None else self.together
+        return (self.stages - 1) / together if together else 0.0
 
     def why_not(self, stacks: Sequence[Stack]) -> str | None:
         """Why no tick can be one function with this method, these options and the optimizers of the stages; None if
