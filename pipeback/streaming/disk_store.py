@@ -213,14 +213,13 @@ class DiskStore(Store):
         regions = {storage: name for name, storage in housed.items()}
         described, beside = {}, set()
         for name, tensor in tensors.items():
-            storage = tensor.untyped_storage()
-            region = regions.get(identity(storage))
+            region, written = regions.get(identity(tensor.untyped_storage())), tensor
             if region is None:
-                region = f"state/{name}"
-                pages.write(region, tensor.cpu())
+                region, written = f"state/{name}", _compact(tensor)
+                pages.write(region, written)
                 beside.add(region)
-            form = [str(tensor.dtype).removeprefix("torch."), list(tensor.shape), list(tensor.stride())]
-            described[name] = [region, *form, tensor.storage_offset()]
+            form = [str(written.dtype).removeprefix("torch."), list(written.shape), list(written.stride())]
+            described[name] = [region, *form, written.storage_offset()]
         for name in [name for name in pages.newest if name not in housed and name not in beside]:
             pages.drop(name)
         pages.sync()
@@ -299,6 +298,12 @@ def _large(value: Any) -> bool:
         and value.numel() * value.element_size() >= SMALL
         and value.untyped_storage().nbytes() in (0, value.numel() * value.element_size())
     )
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """Return the tensor in memory of the CPU that holds no other values."""
+    here = tensor.cpu()
+    return here.clone() if here.untyped_storage().nbytes() > here.numel() * here.element_size() else here
 
 
 def _key(stage: Stage) -> tuple[int, int]:

@@ -27,10 +27,13 @@ FEW = {
     "AdamW in captured ticks": "test_vectorized_compiled.py::test_ticks_as_graphs[pipedream-adamw-True]",
     "a first stage without weights": "test_vectorized_flushes.py::test_stages_of_all_kinds[gpipe-of_pictures]",
     "stages as one with a store": "test_vectorized_streaming.py::test_every_method_equals_the_event_loop[cerebras]",
+    "the same from disk": "test_vectorized_on_disk.py::test_every_method_equals_host_memory[cerebras]",
     "a structure": "test_batch_forms.py::test_every_runtime_takes_an_x_as_it_takes_plain_tensors[encoding-flush]",
+    "a commit in flight": "test_vectorized_on_disk.py::test_what_was_committed_goes_on[pb-{}]",
 }
 MANY = ("vectorized", "vectorized_ticks", "vectorized_turns", "vectorized_flushes", "vectorized_states",
-        "vectorized_short_pushes", "vectorized_streaming", "any_model", "batch_forms")  # fmt: skip
+        "vectorized_short_pushes", "vectorized_streaming", "vectorized_on_disk",
+        "any_model", "batch_forms")  # fmt: skip
 PLAIN = ("meta_device", "plain_training", "the_models_own", "ones_own", "by_hand", "evaluation_mode", "outside")
 
 

@@ -263,6 +263,15 @@ def test_what_is_committed_is_not_overwritten(tmp_path):
     assert pages.path.stat().st_size <= 2 * 3 * 4096, "the file grows with the number of writes"
 
 
+def test_of_a_view_no_more_is_written_than_it_shows(tmp_path):
+    store = DiskStore(tmp_path)
+    pipe = pipeline(network(), "pb", store=store)
+    written = store.begin(pipe._engine.stages[0], {"row": torch.arange(1000.0)[10:20]})
+    assert written["tensors"]["row"] == ["state/row", "float32", [10], [1], 0]
+    assert written["regions"]["state/row"][1] == 40
+    pipe.close()
+
+
 def test_room_is_used_again(tmp_path):
     pages = Pages(tmp_path / "pages", {})
     draw = random.Random(1)
