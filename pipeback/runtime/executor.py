@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from pipeback.schedules.ops import Schedule
@@ -22,13 +22,21 @@ class SplitOperations(Protocol):
 
 
 class JoinedOperations(Protocol):
-    """How a worker does an operation of one micro-batch at all stages of a part, within a whole flush."""
+    """How a worker does an operation of a micro-batch at several stages at once, where nobody asks for its state."""
+
+    @property
+    def flying(self) -> Iterable[dict[int, Any]]:
+        """What is in flight, by micro-batch: a dictionary for each run of stages."""
+        ...
 
     def forward(self, ops: Ops) -> None:
-        """Do F of each (stage, micro-batch), upstream first."""
+        """Do F of each (stage, micro-batch), those of a micro-batch upstream first."""
 
     def backward(self, ops: Ops) -> None:
-        """Do B of each (stage, micro-batch), downstream first."""
+        """Do B of each (stage, micro-batch), those of a micro-batch downstream first."""
+
+    def forget(self, first: int) -> None:
+        """Drop the micro-batches from `first` on, which are taken back."""
 
     def output(self, s: int, i: int) -> Any:
         """The output of a stage for a micro-batch in flight, None if it is not kept here."""
@@ -41,7 +49,7 @@ class Executor(Protocol):
     as_one: bool  # whether the operations of a wave are one call
     split: SplitOperations | None  # does I and W; None: it cannot split a backward
     whole: str  # why it cannot
-    joined: JoinedOperations | None  # does F and B of whole flushes; None: at each stage by itself
+    joined: JoinedOperations | None  # does F and B of runs of stages; None: at each stage by itself
     by_group: bool  # whether it does groups of micro-batches as a whole
     undoes: bool  # whether a micro-batch whose forward fails can be taken back (`undo`)
 

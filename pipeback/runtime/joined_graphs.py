@@ -1,4 +1,5 @@
-"""Joined graphs: stages of one worker that are neighbours make one graph of a micro-batch, within a whole flush.
+"""Joined graphs: stages of one worker that are neighbours make one graph of a micro-batch, within a whole flush, or
+where each micro-batch goes forward and back before the next one comes.
 
     F(i)   y ← f_b(… f_a(x))        B(i)   Σ g_a, …, Σ g_b, dx ← one autograd call        a … b: the stages of a run
 
@@ -11,7 +12,9 @@ Stages that something listens to, and those that keep their activations otherwis
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -55,39 +58,51 @@ class JoinedGraphs:
     def __init__(self, worker: Worker, first_bad: Callable[[int, Tensor], StageError]) -> None:
         """first_bad: the error of a micro-batch whose loss is not finite."""
         self.worker, self._first_bad = worker, first_bad
-        self._flying: dict[tuple[int, int], Joined] = {}  # by the last stage of a run, and micro-batch
+        self._flying: dict[int, dict[int, Joined]] = {}  # by the last stage of a run, and by micro-batch
+        self._done: set[tuple[int, int]] = set()  # stages whose B was done with that of a later stage of their run
         self._runs: dict[tuple[int, ...], list[Run]] = {}
         self._heard = -1  # hooks that had been registered on anything when the runs were found
         self._whole: tuple[Placed | None, set[int]] = None, set()
 
     def forward(self, ops: Ops) -> None:
-        """Do F of one micro-batch at the stages of a part, upstream first."""
-        worker, i = self.worker, ops[0][1]
-        for run in self._divided(tuple([s for s, _ in ops])):
-            if len(run) == 1:
-                worker.forward([(run[0].index, i)])
-            else:
-                self._forward(run, i)
+        """Do F at the stages of a part, or of several micro-batches, those of each upstream first."""
+        for i, some in groupby(ops, itemgetter(1)):
+            for run in self._divided(tuple([s for s, _ in some])):
+                if len(run) == 1:
+                    self.worker.forward([(run[0].index, i)])
+                else:
+                    self._forward(run, i)
 
     def backward(self, ops: Ops) -> None:
-        """Do B of one micro-batch at the stages of a part, downstream first."""
-        worker, at, i = self.worker, 0, ops[0][1]
-        while at < len(ops):
-            s = ops[at][0]
-            if (joined := self._flying.pop((s, i), None)) is None:
-                worker.backward([ops[at]])
-                at += 1
+        """Do B, at the stages of a run where the last one is to do it."""
+        for s, i in ops:
+            if (s, i) in self._done:
+                self._done.discard((s, i))
+            elif (joined := self._flying.get(s, {}).pop(i, None)) is None:
+                self.worker.backward([(s, i)])
             else:
-                run = [worker.stages[t] for t, _ in reversed(ops[at : at + len(joined.ends)])]
-                self._backward(run, i, joined)
-                at += len(run)
+                before = range(s - len(joined.ends) + 1, s)
+                self._backward([self.worker.stages[t] for t in (*before, s)], i, joined)
+                self._done.update((t, i) for t in before)
 
     def output(self, s: int, i: int) -> Any:
         """The output of a stage for a micro-batch in flight, None if it is not kept here."""
-        for (last, mb), joined in self._flying.items():
-            if mb == i and last - len(joined.outputs) < s <= last:
-                return joined.outputs[s - last - 1]
+        for last, flying in self._flying.items():
+            if i in flying and last - len(flying[i].outputs) < s <= last:
+                return flying[i].outputs[s - last - 1]
         return None
+
+    @property
+    def flying(self) -> Iterable[dict[int, Any]]:
+        """What is in flight, by micro-batch: a dictionary for each run of stages."""
+        return self._flying.values()
+
+    def forget(self, first: int) -> None:
+        """Drop the micro-batches from `first` on, which are taken back."""
+        for flying in self._flying.values():
+            for mb in [mb for mb in flying if mb >= first]:
+                del flying[mb]
+        self._done = {(s, mb) for s, mb in self._done if mb < first}
 
     def _forward(self, run: Run, i: int) -> None:
         worker, first, last = self.worker, run[0], run[-1]
@@ -116,10 +131,10 @@ class JoinedGraphs:
         flight.options = worker.options[i]
         if first.index:
             flight.listen()  # its gradient comes from stages whose outputs may be laid in any way
-        self._flying[last.index, i] = Joined(flight, ends, outputs)
-        flying = sum(s == last.index for s, _ in self._flying)
+        flying = self._flying.setdefault(last.index, {})
+        flying[i] = Joined(flight, ends, outputs)
         for stage in run:
-            stage.note_flights(flying)
+            stage.note_flights(len(flying))
         if not last.last:
             link.send("F", last.index + 1, i, value)
         elif worker.check_finite and last.judges and not torch.isfinite(value):
@@ -182,7 +197,9 @@ class JoinedGraphs:
     def _is_whole(self, first: int) -> bool:
         """Whether the backwards of the part that begins with this stage are not split."""
         placed = self.worker.placed_by
-        if self._whole[0] is not placed and placed is not None:
+        if placed is None:
+            return True
+        if self._whole[0] is not placed:
             parts = placed.whole_parts(placed.placement.owner[first])
             self._whole = placed, {part.start for part in parts}
         return first in self._whole[1]

@@ -206,11 +206,12 @@ class Loop:
 
     def forget(self, which: Collection[int], of: int) -> None:
         """Drop the micro-batches `which` of the last `of`, whose forwards were done; those after them move up."""
-        first = self.order.arrived
-        for stage in self.worker.stages.values():
-            flights = [stage.flights.pop(first + n) for n in range(of)]
-            kept = [flight for n, flight in enumerate(flights) if n not in which]
-            stage.flights.update(enumerate(kept, first))
+        first, joined = self.order.arrived, self.worker.executor.joined
+        runs: list[dict[int, Any]] = [] if joined is None else list(joined.flying)
+        for flights in [*runs, *(stage.flights for stage in self.worker.stages.values())]:
+            held = [flights.pop(first + n, None) for n in range(of)]  # None: with other stages of a run
+            kept = [flight for n, flight in enumerate(held) if n not in which and flight is not None]
+            flights.update(enumerate(kept, first))
 
     def backward(self, gradients: Sequence[Value]) -> None:
         """Run the backwards that may run now; `settle` does the updates after them."""

@@ -89,6 +89,8 @@ def forget(worker: Worker, first: int) -> None:
     for known in (worker.options, worker.sizes, worker.entries):
         for mb in [mb for mb in known if mb >= first]:
             del known[mb]
+    if worker.executor.joined is not None:
+        worker.executor.joined.forget(first)
     box = worker.link.box
     for name in [name for name in box if name[2] >= first]:
         del box[name]

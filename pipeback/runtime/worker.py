@@ -20,7 +20,7 @@ from torch import Tensor
 from pipeback.errors import StageError
 from pipeback.methods.base import Method, When, overrides
 from pipeback.private import hooked
-from pipeback.runtime.executor import Executor
+from pipeback.runtime.executor import Executor, JoinedOperations
 from pipeback.runtime.ledger import Ledger
 from pipeback.runtime.link import StageLink
 from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
@@ -31,6 +31,8 @@ from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
 from pipeback.schedules.placement import Placed
+from pipeback.schedules.programs import sequential
+from pipeback.schedules.split import splits
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
@@ -95,6 +97,8 @@ class Worker:
         self.executor = executor(self)
         self.whole = self.executor.whole or ("" if self.residence.joins else "its weights live in a store")
         self.split = None if self.whole else self.executor.split
+        # whether nothing is in flight when a push ends, or a micro-batch whose loss is computed outside
+        self.in_flushes = len(self.stages) == self.count and _in_flushes(method, inside=self.stages[self.last].judges)
 
     def look(self) -> None:
         """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
@@ -122,7 +126,7 @@ class Worker:
         """Do the own part of every wave, in order."""
         mine, alone = self.stages, len(self.stages) == self.count
         entry = self.method.needs_entry
-        joined = self.executor.joined if self.placed_by is not None and self.watch is None else None
+        joined = self._joined()
         for kind, ops in self.residence.ahead(waves):
             if entry:
                 self._follow(kind, ops)
@@ -133,10 +137,10 @@ class Worker:
             do = self.forward if kind == "F" else self.backward if kind == "B" else self._update
             if kind in ("I", "W"):
                 do = self.of_input if kind == "I" else self.of_weights
-            if not self.tracing and self.replicas is None:
-                if joined is not None and kind in ("F", "B"):
-                    (joined.forward if kind == "F" else joined.backward)(ops)
-                elif kind in ("B", "I") and (self.executor.apart or self.placed_by is not None):
+            if joined is not None and kind in ("F", "B"):
+                (joined.forward if kind == "F" else joined.backward)(ops)
+            elif not self.tracing and self.replicas is None:
+                if kind in ("B", "I") and (self.executor.apart or self.placed_by is not None):
                     for op in ops:
                         do([op])
                 else:
@@ -155,6 +159,13 @@ class Worker:
                         do([(s, i)])  # this only begins it; `settle` does it
                     else:
                         self._measured(do, s, kind, i)
+
+    def _joined(self) -> JoinedOperations | None:
+        """What does F and B of several stages at once; None: each stage does its own."""
+        joined = self.executor.joined
+        free = not self.tracing and self.replicas is None and self.watch is None
+        able = free and (self.placed_by is not None or self.in_flushes)
+        return joined if able or (joined is not None and any(joined.flying)) else None
 
     def _await(self, kind: str, s: int, i: int) -> None:
         """Wait for the input of an operation from another worker."""
@@ -372,3 +383,9 @@ class Worker:
         self.failed = what, stage.index, mb
         cure = _WRITTEN if what == "backward" and "modified by an inplace operation" in str(error) else ""
         return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}{cure}", what, stage.index, mb)
+
+
+def _in_flushes(method: Method, *, inside: bool) -> bool:
+    """Whether a method flushes after every micro-batch, or, where losses are computed inside, after every push."""
+    pushes = inside and method.flush_each_push and not splits(method.schedule)
+    return sequential(method.schedule) or pushes

@@ -78,6 +78,11 @@ def fills(schedule: Schedule) -> bool:
     return isinstance(schedule, partial) and schedule.func is _fill_drain
 
 
+def sequential(schedule: Schedule) -> bool:
+    """Whether no stage runs forwards ahead, so that one micro-batch is in flight at most."""
+    return isinstance(schedule, Flowing) and not schedule.slack
+
+
 def flush(schedule: Schedule) -> int:
     """The number of micro-batches before the first update, in a pipeline of one stage."""
     return next(op.mb for op in schedule(0, 1) if op.kind == "U") + 1

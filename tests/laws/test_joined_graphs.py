@@ -1,4 +1,6 @@
-"""Law: within a whole flush, stages of one worker make one graph of a micro-batch, and no bit changes."""
+"""Law: within a whole flush, and in plain training, stages of one worker make one graph of a micro-batch, and no bit
+changes.
+"""
 
 from itertools import product
 
@@ -7,6 +9,7 @@ import torch
 from torch import nn
 
 import pipeback
+from pipeback.runtime import worker
 from pipeback.schedules.placement import place
 from tests.helpers.choice import diagonal, mostly_rare
 from tests.laws.cases import everything
@@ -83,10 +86,9 @@ def model():
 def pipeline(method, net=None, **options):
     return pipeback.Pipeline(
         model() if net is None else net,
-        loss=nn.functional.mse_loss,
         optimizer=lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9),
         method=method,
-        **{"micro_batch_size": 4, **options},
+        **{"loss": nn.functional.mse_loss, "micro_batch_size": 4, **options},
     )
 
 
@@ -226,3 +228,108 @@ def test_an_error_names_its_stage(name, what, at):
         pipe.push(*batches[1])
         pipe.wait()
     pipe.close()
+
+
+# -- in one worker -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cut(monkeypatch):
+    """A function from whose call on each stage makes a graph of its own."""
+    return lambda: monkeypatch.setattr(worker, "_in_flushes", lambda method, inside: False)
+
+
+ALONE = ("sgd", "gpipe", "one_f_one_b")
+OPTIONS = (
+    {}, {"clip_norm": 0.1}, {"micro_batch_size": pipeback.MicroBatches(4, weights="samples")}, {"micro_batch_size": 3},
+    {"activations": ["device"] * 4 + ["recompute"] * 2 + ["device"] * 6},
+)  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:.*takes its statistics")
+@pytest.mark.parametrize(("name", "options"), diagonal(ALONE, OPTIONS), ids=str)
+def test_bits_are_those_of_graphs_that_are_cut(name, options, cut):
+    batches = data(3, micro_batches=14)  # more than there are stages
+    found = trained(name, batches, **options)
+    cut()
+    wanted = trained(name, batches, **options)
+    assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+    assert sorted(found[2]) == sorted(wanted[2])
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_all_stages_make_one_graph(name):
+    """Unless somebody listens to a stage; after a push nothing of it is left."""
+    probes = [Probe() for _ in range(6)]
+    pipe = pipeline(name, nn.Sequential(*probes))
+    ((x, y),) = data(1)
+
+    def begin():
+        for probe in probes:
+            probe.begins.clear()
+        pipe.push(x, y)
+        return [s for s, probe in enumerate(probes) if all(probe.begins)]
+
+    begin()
+    assert begin() == [0]
+    assert not any(pipe._engine.loops[0].worker.executor.joined.flying)
+    probes[1].linear.register_forward_hook(lambda *_: None)
+    assert begin() == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "listens"),
+    mostly_rare(product(ALONE, ERRORS, (False, True)),
+                *((name, what, (n + m) % 2 == 0) for n, name in enumerate(ALONE) for m, what in enumerate(ERRORS))),
+)  # fmt: skip
+def test_what_has_failed_leaves_no_trace(name, what, listens, cut):
+    """The next micro-batch has its number. listens: from then on, a stage runs alone."""
+    found = []
+    for _ in range(2):
+        torch.manual_seed(3)
+        net = nn.Sequential(*[nn.Linear(WIDTH, WIDTH).double() for _ in range(6)])
+        net[2] = Broken(what, 10**6)
+        pipe = pipeline(name, net, debug=pipeback.Debug(check_finite=True))
+        batches = data(3)
+        pipe.push(*batches[0])
+        net[2].left = 3  # the third micro-batch
+        with pytest.raises(pipeback.StageError, match=r"stage 2 \(2\), " + ERRORS[what].format(7)):
+            pipe.push(*batches[1])
+        handle = net[4].register_forward_hook(lambda *_: None) if listens else None
+        found.append([torch.tensor(pipe.arrived), pipe.push(*batches[2]), everything(pipe)])
+        del handle
+        cut()
+    assert all(map(torch.equal, *found))
+
+
+def test_what_is_dropped_leaves_no_trace(cut):
+    """Where the loss is computed outside."""
+    found = []
+    for _ in range(2):
+        pipe = pipeline("sgd", loss=None, micro_batch_size=None)
+        for n, (x, y) in enumerate(data(5, micro_batches=1)):
+            output = pipe.forward(x)
+            if n in (0, 3):
+                pipe.forget()
+                continue
+            nn.functional.mse_loss(output, y).backward()
+            pipe.backward(output.grad)
+            pipe.step()
+        found.append(everything(pipe))
+        cut()
+    assert torch.equal(*found)
+
+
+def test_it_is_measured_and_watched_stage_by_stage():
+    """Also from a micro-batch on that has gone forward before."""
+    pipe = pipeline("sgd", loss=None, micro_batch_size=None)
+    ((x, y),) = data(1, micro_batches=1)
+    for n in range(3):
+        output = pipe.forward(x)
+        if n == 1:
+            pipe._engine.loops[0].worker.record(True)
+        nn.functional.mse_loss(output, y).backward()
+        pipe.backward(output.grad)
+        pipe.step()
+    kinds = [kind for *_, kind, _ in pipe._engine.loops[0].worker.trace]
+    assert kinds.count("F") == 12 and kinds.count("B") == 12

@@ -156,8 +156,9 @@ def as_one(case: str, optimizer: str = "momentum", **options: Any) -> dict[str, 
 
 def timed_otherwise(case: str, gains: Sequence[float], **options: Any) -> dict[str, Any]:
     """As `as_one`, on ranks that have measured so many times the speed as one."""
-    whole_cost.gain = lambda stack, under, whole: gains[dist.get_rank()]  # type: ignore[assignment]
-    return as_one(case, vectorize="auto", **options)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(whole_cost, "gain", lambda stack, under, whole: gains[dist.get_rank()])
+        return as_one(case, vectorize="auto", **options)
 
 
 def judged(case: str, sizes: tuple[int, ...] = (30, 3, 1, 9, 2), **options: Any) -> dict[str, Any]:
