@@ -21,8 +21,8 @@ processes   two ranks against two such copies and against torch.distributed.pipe
             options: cases= fused=true
 streaming   stores in host memory and on disk against resident weights; bytes of sparse weights; fetches of PB
 streamed_as_one
-            stages that are alike and come from host memory or from disk, one by one and as one; pushed, and under
-            Lightning
+            stages that are alike and come from host memory, one by one and as one; pushed, and under Lightning
+            options: store=disk, for those that come from disk, beside host memory
 autocast    under autocast to bfloat16: a plain loop, stages one by one and as one; pushed, and under Lightning
 splitting   seconds of cutting resnet50 into stages; the cost of passing dictionaries and long skips along
 lightning_devices
@@ -67,6 +67,7 @@ OPTIONS = {
     "gpu": ("networks",),
     "scaling": ("stages", "methods", "slack", "micro_batches"),
     "processes": ("cases", "fused"),
+    "streamed_as_one": ("store",),
     "stability": ("methods", "momenta", "delays", "out"),
     **dict.fromkeys(("event_loop", "vectorized", "lightning", "research", "imports"), ("against",)),
 }  # fmt: skip

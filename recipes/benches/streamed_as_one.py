@@ -1,5 +1,5 @@
-"""Stages that are alike and come from host memory or from disk: run one by one, and as one, as many as half of
-`prefetch + 1`, by pushes and under Lightning.
+"""Stages that are alike and come from a store: run one by one, and as one, as many as half of `prefetch + 1`, by pushes
+and under Lightning.
 
 The weights stay on the device in the first row, with which all others are compared.
 """
@@ -7,6 +7,7 @@ The weights stay on the device in the first row, with which all others are compa
 from __future__ import annotations
 
 import statistics
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -21,19 +22,25 @@ from pipeback.recipes.benches.under_lightning import ONES
 from pipeback.recipes.benches.vectorized import CASES, Case, data, pipeline, pushed
 from pipeback.recipes.markdown import table
 
-AHEAD = (3, 7, 15)  # values of `prefetch`
+Place = tuple[str, int]  # where weights come from, "host" or "disk", and how many stages ahead (`prefetch`)
+PLACES: dict[str, tuple[Place, ...]] = {
+    "host": (("host", 3), ("host", 7), ("host", 15)),
+    "disk": (("host", 7), ("disk", 7)),
+}
 METHODS = ("pb", "cerebras")
 
 
-def main(repeats: int, cases: Iterable[Case] = CASES[:3], ahead: Iterable[int] = AHEAD) -> None:
-    pushes(repeats, cases, ahead)
-    fits(repeats, lightning_devices.CASES, ahead)
+def main(repeats: int, store: str = "host") -> None:
+    if store not in PLACES:
+        sys.exit(f"pipeback bench streamed_as_one: store={store!r} is unknown; there are {', '.join(PLACES)}")
+    pushes(repeats, CASES[:3] if store == "host" else CASES[:3:2], PLACES[store])
+    fits(repeats, lightning_devices.CASES, PLACES[store])
 
 
-def fits(repeats: int, numbers: Iterable[int], ahead: Iterable[int]) -> None:
+def fits(repeats: int, numbers: Iterable[int], places: Iterable[Place]) -> None:
     """Fits with `pb` of these networks under Lightning."""
     every = [Fit("resident"), Fit("resident, as one", vectorize=True)]
-    for where, n in places(ahead):
+    for where, n in places:
         kind = {"ahead": n, "on_disk": where == "disk"}
         name = f"{where}, `prefetch={n}`"
         every += [Fit(name, **kind), Fit(f"{name}, as one", vectorize=True, **kind)]
@@ -47,11 +54,11 @@ def fits(repeats: int, numbers: Iterable[int], ahead: Iterable[int]) -> None:
     print(table(["samples per second, of resident", *(ONES[number].words for number in numbers)], rows), flush=True)
 
 
-def pushes(repeats: int, cases: Iterable[Case], ahead: Iterable[int]) -> None:
+def pushes(repeats: int, cases: Iterable[Case], places: Iterable[Place]) -> None:
     """Pushes, by method."""
-    print("Stages that come from host memory, or from disk, over those whose weights stay, all in one thread:")
+    print("Stages that come from a store, over those whose weights stay, all in one thread:")
     for case in cases:
-        with contenders(case, tuple(ahead)) as runs:
+        with contenders(case, tuple(places)) as runs:
             seconds = interleaved(runs, repeats)
         rows = []
         for name, some in seconds.items():
@@ -62,7 +69,7 @@ def pushes(repeats: int, cases: Iterable[Case], ahead: Iterable[int]) -> None:
 
 
 @contextmanager
-def contenders(case: Case, ahead: tuple[int, ...]) -> Iterator[dict[str, Callable[[], Any]]]:
+def contenders(case: Case, places: Iterable[Place]) -> Iterator[dict[str, Callable[[], Any]]]:
     """A turn of each; their pipelines are closed at the end of the context."""
     x, y = data(case)
     runs: dict[str, Callable[[], Any]] = {}
@@ -74,15 +81,9 @@ def contenders(case: Case, ahead: tuple[int, ...]) -> Iterator[dict[str, Callabl
 
         for method in METHODS:
             add("resident", method)
-            for where, n in places(ahead):
+            for where, n in places:
                 for words, on in (("", False), (", as one", True)):
                     folder = stack.enter_context(TemporaryDirectory())
                     kind = pipeback.HostStore if where == "host" else partial(pipeback.DiskStore, folder)
                     add(f"{where}, `prefetch={n}`{words}", method, store=kind(prefetch=n), vectorize=on)
         yield runs
-
-
-def places(ahead: Iterable[int]) -> list[tuple[str, int]]:
-    """Where weights come from, and how many stages ahead: from disk as many as fewest and most."""
-    some = sorted(ahead)
-    return [*(("host", n) for n in some), *(("disk", n) for n in sorted({some[0], some[-1]}))]

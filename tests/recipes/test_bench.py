@@ -285,17 +285,20 @@ def test_what_is_compared_under_lightning_trains_turn_by_turn():
 
 
 def test_stages_of_a_store_run_as_one_or_one_by_one(capsys):
-    streamed_as_one.pushes(1, [vectorized.Case("tiny", Linear, 6, (1, 8), 4)], ahead=[3])
+    streamed_as_one.pushes(1, [vectorized.Case("tiny", Linear, 6, (1, 8), 4)], [("host", 3), ("disk", 3)])
     head, _, *rows = cells(capsys.readouterr().out)
     assert head == ["tiny", "ms/micro-batch", "of resident"]
-    assert [row[0] for row in rows][:3] == [
+    assert [row[0] for row in rows][:5] == [
         "`pb`, resident",
         "`pb`, host, `prefetch=3`",
         "`pb`, host, `prefetch=3`, as one",
+        "`pb`, disk, `prefetch=3`",
+        "`pb`, disk, `prefetch=3`, as one",
     ]
-    assert (
-        len(rows) == 6 and all(float(row[1]) > 0 for row in rows) and rows[0][2] == rows[3][2] == "1.00 (1.00 … 1.00)"
-    )
+    assert len(rows) == 10 and all(float(row[1]) > 0 for row in rows)
+    assert rows[0][2] == rows[5][2] == "1.00 (1.00 … 1.00)"
+    with pytest.raises(SystemExit, match="store='floppy' is unknown; there are host, disk"):
+        streamed_as_one.main(1, store="floppy")
 
 
 def test_autocast(capsys, monkeypatch):
@@ -319,13 +322,13 @@ def test_fits_whose_stages_come_from_a_store(capsys, monkeypatch):
         monkeypatch.setattr(where, "ONES", (tiny,))
     monkeypatch.setattr(under_lightning, "COUNT", 1)
     monkeypatch.setattr(lightning_devices, "BATCHES", 3)
-    streamed_as_one.fits(1, [0], ahead=[3])
+    streamed_as_one.fits(1, [0], [("disk", 3)])
     _, _, *rows = cells(capsys.readouterr().out)
     assert [row[0] for row in rows] == [
         "resident",
         "resident, as one",
-        "host, `prefetch=3`",
-        "host, `prefetch=3`, as one",
+        "disk, `prefetch=3`",
+        "disk, `prefetch=3`, as one",
     ]
     assert rows[0][1] == "1.00 (1.00 … 1.00)"
 
