@@ -30,7 +30,9 @@ class StageInputs:
         with torch.enable_grad(), untouched(stage.module), accelerators.forked([stage.device]):
             own, given = stage.enter(value)
             out = stage.run(given, to_device(stage.device, target)) if stage.judges else stage.module(given)
-            self._reached[stage.index] = [_reached(y, own) for y in leaves(out)]
+            ends = leaves(out)
+            # the last stage may be compiled, and inductor keeps no graph for later
+            self._reached[stage.index] = [_reached(y, own, again=y is not ends[-1]) for y in ends]
         return tuple(v.detach() for v in out) if type(out) is tuple else out.detach()
 
     def returned(self, s: int) -> list[bool] | None:
@@ -54,10 +56,10 @@ class StageInputs:
             self._returned[s] = behind
 
 
-def _reached(y: Any, inputs: tuple[Tensor, ...]) -> list[bool]:
+def _reached(y: Any, inputs: tuple[Tensor, ...], *, again: bool) -> list[bool]:
     moving = [v for v in inputs if v.requires_grad]
     if not isinstance(y, Tensor) or not y.requires_grad or not moving:
         return [False] * len(inputs)
-    grads = torch.autograd.grad(y, moving, torch.ones_like(y), retain_graph=True, allow_unused=True)
+    grads = torch.autograd.grad(y, moving, torch.ones_like(y), retain_graph=again, allow_unused=True)
     found = iter(grads)
     return [v.requires_grad and next(found) is not None for v in inputs]
