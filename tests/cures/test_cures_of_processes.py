@@ -137,6 +137,7 @@ def trains_in(folder: str) -> None:
     train(build(store=f"disk:{folder}"))
 
 
+@pytest.mark.soak
 def test_a_child_of_fork(tmp_path):
     pipe = build(store=f"disk:{tmp_path / 'own'}")
     pipe.push(BATCH, BATCH)

@@ -55,7 +55,8 @@ def record(pipe, batches, at, label, optimizer=None, workers=None, layer=None, a
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("every", [False, rare(True)])
+@pytest.mark.soak
+@pytest.mark.parametrize("every", [False, True])
 def test_every_method_in_a_new_process(every, tmp_path):
     """Each in a variant with an optimizer, or in every variant with two."""
     lines = []

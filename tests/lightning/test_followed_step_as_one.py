@@ -6,7 +6,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss, relu
 
-from tests.helpers.choice import mostly_rare
+from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import same
 from tests.lightning.cases import strategy, weights
 from tests.lightning.several_modules import Autoencoder, Convolutions, Heads, Images, Nominated, Weighted, fitted
@@ -186,7 +186,7 @@ def test_what_it_sets_per_micro_batch_does_not():
     fitted(Hasty, strategy("pb", micro_batch_size=2, vectorize=False))
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, rare(4)])
 def test_what_it_looks_at_after_its_call(size):
     """Its first run shows it to "auto"; else it is an error with a cure, before or while weights have moved on."""
     told = both(Watching, vectorize="auto", size=size)
@@ -202,6 +202,7 @@ def test_what_it_looks_at_before_its_call():
         fitted(Before, strategy("pb", micro_batch_size=2, vectorize=True))
 
 
+@pytest.mark.soak
 def test_methods_that_do_not_move_weights_within_a_batch_may_be_looked_at():
     assert "all stages" not in both(Watching, "gpipe", size=2, vectorize="auto")
 

@@ -248,7 +248,7 @@ DEVICES = [
 ]
 
 
-@pytest.mark.parametrize(("name", "devices", "options"), first(3, [row for row in DEVICES if row[0] in CASES]))
+@pytest.mark.parametrize(("name", "devices", "options"), first(2, [row for row in DEVICES if row[0] in CASES]))
 def test_devices_are_one_device(name, devices, options, crew):
     wanted = shared(name, 1, **options)
     for rank, found in enumerate(crew.ranks(devices).run(shared, name, devices, **options)):

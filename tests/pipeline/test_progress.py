@@ -124,6 +124,7 @@ def runs(folder, script):
         runpy.run_path(script, run_name="__main__")
 
 
+@pytest.mark.soak
 def test_the_script_of_the_page_goes_on_with_the_same_bits(tmp_path):
     """It is killed in the middle, run once more over two processes, and compared with one that nothing has stopped.
 

@@ -116,6 +116,7 @@ def test_the_power_of_a_law():
     assert scaling.power([1, 2, 4], [1, 4, 4]) == pytest.approx(1)  # the slope between the ends, here
 
 
+@pytest.mark.soak
 def test_scaling_with_few_stages(capfd, monkeypatch):
     monkeypatch.setattr(scaling, "on_ranks", lambda work, *given, ranks: work(0, "", *given))  # in this process
     for other in (deep, push_length):
@@ -276,6 +277,7 @@ def test_a_tree_against_itself(several, capsys, monkeypatch):
     assert all(float(row[3]) > 0 and re.fullmatch(r"[\d.]+ … [\d.]+", row[4]) for row in rows)
 
 
+@pytest.mark.soak
 def test_what_is_compared_under_lightning_trains_turn_by_turn():
     """In this process: the batches of all turns are trained."""
     seen = []
@@ -333,6 +335,7 @@ def test_fits_whose_stages_come_from_a_store(capsys, monkeypatch):
     assert rows[0][1] == "1.00 (1.00 … 1.00)"
 
 
+@pytest.mark.soak
 def test_fits_of_threads(capsys, monkeypatch):
     tiny = under_lightning.NARROW._replace(build=partial(network, 5), stages=5)
     for where in (under_lightning, lightning_devices):

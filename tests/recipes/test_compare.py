@@ -136,6 +136,7 @@ def test_nothing_that_a_run_wrote_is_deleted_and_finished_runs_are_taken_over(mo
                         ["sgd-seed0-3", "pb-seed0"]]  # fmt: skip
 
 
+@pytest.mark.soak
 def test_no_file_of_the_user_is_imported_in_place_of_a_module(tmp_path):
     (tmp_path / "colorsys.py").write_text("raise SystemExit")
     code = (

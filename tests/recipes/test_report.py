@@ -197,6 +197,7 @@ def test_help_tells_the_options(tmp_path):
     assert code == 0 and "target=null" in said and "-o both.html" in said
 
 
+@pytest.mark.soak
 def test_schedules_of_compared_methods_only_and_losses_beside_accuracy(tmp_path):
     for method in ("pb", "spectrain"):
         write(tmp_path / method, facts(method), rows([0.5, 0.8], gaps=[0.4, 0.2]))

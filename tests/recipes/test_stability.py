@@ -44,6 +44,7 @@ def test_what_is_stable_everywhere_or_nowhere_is_told():
     assert math.isnan(largest("pb", 0.9, 4, 2 * bound, 3 * bound))
 
 
+@pytest.mark.soak
 def test_a_file_is_read_as_it_was_written(tmp_path, monkeypatch):
     for module in (limits, figure):  # the last one has a delay of 336
         monkeypatch.setattr(module, "EXPERIMENTS", limits.EXPERIMENTS[:4])

@@ -91,6 +91,7 @@ def test_any_option_is_varied_and_each_choice_has_its_reference(tmp_path):
     assert config(tmp_path / "here" / "pb-depth3-optimizeradamw-seed0").optimizer.name == "AdamW"
 
 
+@pytest.mark.soak
 def test_every_method_has_its_own_rates(tmp_path):
     """A method is named with its options, or without them."""
     rates = "rates={sgd:[0.1,0.03],pb-slack1:[0.03],pb:[0.01]}"
@@ -184,6 +185,7 @@ def test_a_failure_is_named_and_the_others_are_written(tmp_path, monkeypatch):
     assert [row.method for row in table.load(tmp_path / "here" / "results.csv").rows] == ["pb", "sgd"]
 
 
+@pytest.mark.soak
 def test_several_processes_give_the_same_file(swept, tmp_path, monkeypatch):
     """The processes begin anew, so that entries made of methods=[{pb:{slack:1}}] have to reach them."""
     folder, _ = swept

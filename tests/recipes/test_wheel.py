@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.choice import rare
-
 ROOT = Path(__file__).parents[2]
 
 
@@ -118,7 +116,8 @@ pipe.close()
 """
 
 
-@pytest.mark.parametrize("torch_too", [False, rare(True)])
+@pytest.mark.soak
+@pytest.mark.parametrize("torch_too", [False, True])
 def test_mypy_of_a_users_script(torch_too, installed, tmp_path):
     """torch_too: with torch's own types, which take mypy most of the time."""
     python, clean = installed

@@ -93,6 +93,7 @@ def test_a_verdict_of_the_census_is_what_comes_of_what_is_said(script, verdict):
     assert f"passes that cutting takes: {told}" in counted
 
 
+@pytest.mark.soak
 def test_the_census_of_two_models(tmp_path):
     names = ("CTRLLMHeadModel", "ResNetForImageClassification")
     done = pipeback("zoo", "--others", *names, cwd=tmp_path)

@@ -9,6 +9,7 @@ from torch import cond, nn
 
 import pipeback
 from pipeback.splitting.conditionals import branches_taken
+from tests.helpers.choice import rare
 from tests.splitting.plain_training import Model, equals_plain_training, inputs, pipeline
 
 
@@ -58,7 +59,7 @@ def taken(model):
     return {bool(model.a(x).sum() > 0) for x in BATCHES}
 
 
-@pytest.mark.parametrize("gate", [Gate, Named])
+@pytest.mark.parametrize("gate", [Gate, rare(Named)])
 def test_the_module_that_calls_it_is_named_and_can_be_kept_whole(gate):
     assert taken(Gated(gate)) == {True, False}
     with pytest.raises(ValueError, match="'gate'.forward calls torch.cond, which cannot be traced; keep it whole") as e:
@@ -76,7 +77,7 @@ def test_a_model_that_calls_it_itself_can_be_one_stage():
     equals_plain_training(own(), BATCHES, stages=pipeback.Splitting(leaves=[""]))
 
 
-@pytest.mark.parametrize("method", ["pb", "cerebras"])
+@pytest.mark.parametrize("method", ["pb", rare("cerebras")])
 def test_delayed_methods_train_a_module_that_calls_it(method):
     momentum = lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)  # noqa: E731
     model = Gated()
