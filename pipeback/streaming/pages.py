@@ -129,7 +129,7 @@ def read(path: Path, name: str, region: Region) -> Tensor:
 
 
 def _fill(file: int, path: Path, name: str, region: Region, memory: Tensor) -> None:
-    buffer, done = _run(memory.data_ptr(), region.size), 0
+    buffer, done = _run(memory.data_ptr(), memory.nbytes), 0
     with _naming(path):
         while done < region.size:
             more = os.preadv(file, [buffer[done:]], region.at + done)

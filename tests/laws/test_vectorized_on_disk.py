@@ -45,7 +45,9 @@ def agree(case, folder, ahead=5, **options):
         assert pipe.traffic().peak_stages <= ahead + 1
         found[-1].append(torch.tensor([getattr(pipe.traffic(), name) for name in ("fetches", "gradients_out")]))
         pipe.close()
-    assert all(map(torch.equal, *found))
+    if options.get("replicas"):  # whose last bits differ now and then from host memory to host memory, too
+        same(*found)
+    assert options.get("replicas") or all(map(torch.equal, *found))
 
 
 def batches(samples):
