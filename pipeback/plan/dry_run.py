@@ -118,7 +118,7 @@ class DryWorker:
     samples = joins = False
     outside = ()  # there is no state that anybody could change
     executor = None  # operations take time, but nothing is computed
-    placed_by = None
+    placed_by, in_flushes, judges = None, False, False
     early: tuple[int, int] | None = None  # the forward that was done before its turn
 
     def __init__(

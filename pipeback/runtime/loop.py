@@ -19,7 +19,7 @@ from pipeback.runtime.worker import Worker
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order, Wave
 from pipeback.schedules.placement import Placement, unwaited
-from pipeback.schedules.programs import fill_drain, flush
+from pipeback.schedules.programs import fill_drain, flush, sequential
 from pipeback.schedules.split import splits, whole
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
@@ -71,7 +71,7 @@ class Loop:
         elif (self.placement is not None or self.at_once) and order.empty:
             # the last push or this one may be part of a flush
             order.restart(self._schedule(len(batches), at_once=self.at_once))
-        worker.placed_by = order.placed
+        worker.placed_by, worker.in_flushes = order.placed, self._flushes()
         last = worker.count - 1
         at_end = self.at_once or order.policy == "skewed"  # with these the order of operations does not change
         for n, (x, target, size) in enumerate(batches):
@@ -95,6 +95,14 @@ class Loop:
         self._remember()
         if self.method.flush_each_push:
             self.drain()
+
+    def _flushes(self) -> bool:
+        """Whether nothing is in flight after a micro-batch, or, where losses are computed inside, after a push; and all
+        stages are here.
+        """
+        worker, schedule = self.worker, self.order.schedule
+        pushes = self.method.flush_each_push and worker.judges and not splits(schedule)
+        return len(worker.stages) == worker.count and (sequential(schedule) or pushes)
 
     def _mark(self, n: int) -> Mark:
         return self._marks[n].put(self.worker, self.order, (self.fresh, self.pushed))
@@ -197,6 +205,7 @@ class Loop:
         if self.fresh:
             self._begin(expected)
         worker, mbs = self.worker, range(self.order.arrived, self.order.arrived + len(xs))
+        worker.in_flushes = self._flushes()
         for i, x in zip(mbs, xs, strict=True):
             worker.options[i] = options
             worker.link.enter(i, x, None)

@@ -31,8 +31,6 @@ from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
 from pipeback.schedules.placement import Placed
-from pipeback.schedules.programs import sequential
-from pipeback.schedules.split import splits
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.joint_optimizer import Options, joinable
 from pipeback.stages.stage import Stage
@@ -83,6 +81,7 @@ class Worker:
         self.tracing = False
         self.early: tuple[int, int] | None = None  # (stage, micro-batch) whose F was done before its turn
         self.placed_by: Placed | None = None  # the schedule, if it says what each worker does
+        self.in_flushes = False  # whether nothing is in flight when a push ends, or a step where losses are outside
         self.failed: tuple[str, int, int] | None = None  # the operation that has raised (its kind, stage, micro-batch)
         self.trace: list[tuple[float, float, int, str, int]] = []  # (start, end, stage, kind, micro-batch), seconds
         self.stash = method.copies == "stash"
@@ -93,12 +92,11 @@ class Worker:
         self._alone = {s.index: StageGroup([s], delays) for s in stages}  # always the same: it may count steps
         self._hooks: dict[tuple[int, ...], list[StageGroup]] = {}  # groups that share one call of a hook
         self.first, self.last = min(self.stages), max(self.stages)
+        self.judges = self.stages[self.last].judges  # whether it computes the losses
         self.outside = OptimizerStateWatch(stages, method), WeightWriteWatch(stages)  # they notice changes by the user
         self.executor = executor(self)
         self.whole = self.executor.whole or ("" if self.residence.joins else "its weights live in a store")
         self.split = None if self.whole else self.executor.split
-        # whether nothing is in flight when a push ends, or a micro-batch whose loss is computed outside
-        self.in_flushes = len(self.stages) == self.count and _in_flushes(method, inside=self.stages[self.last].judges)
 
     def look(self) -> None:
         """Note that micro-batches may have come, and that the user may have changed optimizers or their state."""
@@ -383,9 +381,3 @@ class Worker:
         self.failed = what, stage.index, mb
         cure = _WRITTEN if what == "backward" and "modified by an inplace operation" in str(error) else ""
         return StageError(f"{stage.label}, micro-batch {mb}: the {what} failed: {error}{cure}", what, stage.index, mb)
-
-
-def _in_flushes(method: Method, *, inside: bool) -> bool:
-    """Whether a method flushes after every micro-batch, or, where losses are computed inside, after every push."""
-    pushes = inside and method.flush_each_push and not splits(method.schedule)
-    return sequential(method.schedule) or pushes

@@ -66,7 +66,7 @@ class Order:
     def restart(self, schedule: Schedule) -> None:
         """Begin `schedule` anew at the next micro-batch that arrives; the pipeline must be empty."""
         n = self.stages
-        self.start = self.arrived  # the programs count micro-batches from here
+        self.schedule, self.start = schedule, self.arrived  # the programs count micro-batches from here
         self._back: Kind = "I" if splits(schedule, n) else "B"  # what another stage waits for
         self._flow = in_rounds(schedule, by_group=self.by_group) if self.policy == "skewed" else rounded(schedule)
         self._repeated: list[Wave] | None = None  # the waves of the last micro-batch, if the next has the same

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import pipeback
-from pipeback.runtime import worker
+from pipeback.runtime.loop import Loop
 from pipeback.schedules.placement import place
 from tests.helpers.choice import diagonal, mostly_rare
 from tests.laws.cases import everything
@@ -236,7 +236,7 @@ def test_an_error_names_its_stage(name, what, at):
 @pytest.fixture
 def cut(monkeypatch):
     """A function from whose call on each stage makes a graph of its own."""
-    return lambda: monkeypatch.setattr(worker, "_in_flushes", lambda method, inside: False)
+    return lambda: monkeypatch.setattr(Loop, "_flushes", lambda self: False)
 
 
 ALONE = ("sgd", "gpipe", "one_f_one_b")
