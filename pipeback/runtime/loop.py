@@ -19,7 +19,7 @@ from pipeback.runtime.worker import Worker
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.order import Order, Wave
 from pipeback.schedules.placement import Placement, unwaited
-from pipeback.schedules.programs import fill_drain, flush, sequential
+from pipeback.schedules.programs import fill_drain, fills, flush, sequential
 from pipeback.schedules.split import splits, whole
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
@@ -97,11 +97,11 @@ class Loop:
             self.drain()
 
     def _flushes(self) -> bool:
-        """Whether nothing is in flight after a micro-batch, or, where losses are computed inside, after a push; and all
-        stages are here.
+        """Whether nothing is in flight after a micro-batch, or, where losses are computed inside, after a push in which
+        all stages hold as many micro-batches; and all stages are here.
         """
         worker, schedule = self.worker, self.order.schedule
-        pushes = self.method.flush_each_push and worker.judges and not splits(schedule)
+        pushes = self.method.flush_each_push and worker.judges and fills(schedule)
         return len(worker.stages) == worker.count and (sequential(schedule) or pushes)
 
     def _mark(self, n: int) -> Mark:
