@@ -32,6 +32,7 @@ class DeviceSlot:
         self.shows = rest is not None  # whether the parameters at rest are the weights in the store
         self.rest = [_nan(p, device) for p in params] if rest is None else list(rest)
         self.content: int | None = None  # the version of the weights there; None: shifted weights, or nothing
+        self.vacant = True  # whether nothing was copied there
         self._moving = Lock()  # a worker may move parameters while the caller of a push looks where they are
         self.skipping: dict[int, Any] = {}  # by number among the trainable ones: weights whose zeros are skipped
         self.leave()
@@ -55,6 +56,10 @@ class DeviceSlot:
         for skipping in self.skipping.values():
             skipping.arrive()
 
+    def came(self, version: int | None) -> None:
+        """Note that weights of this version were copied there; None: shifted ones."""
+        self.content, self.vacant = version, False
+
     def leave(self) -> None:
         """Free the memory; its contents need no copy back, since they are never changed there."""
         with self._moving:
@@ -63,7 +68,7 @@ class DeviceSlot:
             for skipping in self.skipping.values():
                 skipping.leave()
             self.flat.empty()
-        self.content = None
+        self.content, self.vacant = None, True
 
     @contextmanager
     def showing(self, values: Sequence[Tensor]) -> Iterator[None]:

@@ -284,7 +284,7 @@ class StreamedWeights:
         for stage, version in lacking:
             if sent is None:
                 self._copy(stage, self._slot(stage.index), version)
-            self._slot(stage.index).content = version
+            self._slot(stage.index).came(version)
         if sent is not None:
             self._meter.add(weights_in=sent, fetches=len(lacking))
         return {stage.index: Brought(version) for stage, version in stages}
@@ -318,13 +318,13 @@ class StreamedWeights:
             older = stage.past(what.lies)
             with self.store.lent(stage, older):
                 self._place(stage, slot, older, what.lies)
-            slot.content = what.lies
+            slot.came(what.lies)
         return Brought(what.version)
 
     def _copy(self, stage: Stage, slot: DeviceSlot, version: int) -> None:
         """Copy the newest weights directly from the store."""
         sent = self.store.read(stage, slot)
-        slot.content = version
+        slot.came(version)
         self._meter.add(weights_in=sent, fetches=1, gathered=_others(stage))
 
     def _place(self, stage: Stage, slot: DeviceSlot, chosen: Weights | Shift, version: int) -> None:
@@ -343,7 +343,7 @@ class StreamedWeights:
             sent = lay(stage, slot, shifted, version)
         else:
             sent = lay(stage, slot, chosen, version)
-        slot.content = None
+        slot.came(None)
         self._meter.add(weights_in=sent, fetches=1, gathered=_others(stage))
 
 

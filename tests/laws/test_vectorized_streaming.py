@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 
 import pipeback
 from pipeback.streaming.store import HostStore
+from pipeback.tensors.flat_buffer import FlatBuffer
 from pipeback.vectorized.stacks import whole_cost
 from tests.helpers.choice import mostly_rare, rare
 from tests.helpers.live_tensors import tensors_alive
@@ -94,6 +95,48 @@ def test_several_micro_batches_per_update():
     """Sums of gradients leave the device with their stages, and come back."""
     pipe = agree("pipeoptim-xpipe", 5)
     assert pipe.traffic().sums_in
+
+
+@pytest.fixture
+def rubbish(monkeypatch):
+    """Memory on the device holds NaN until weights come."""
+    fill = FlatBuffer.fill
+
+    def filled(buffer):
+        fill(buffer)
+        for view in buffer.views:
+            view.fill_(float("nan"))
+
+    monkeypatch.setattr(FlatBuffer, "fill", filled)
+
+
+@pytest.mark.usefixtures("rubbish")
+@pytest.mark.parametrize(
+    ("case", "options"),
+    mostly_rare(
+        [(case, options) for case in STREAMED for options in ({}, {"replicas": 2})],
+        ("pipedream", {}), ("pipedream", {"replicas": 2}), ("spectrain-v2", {}),
+    ),
+    ids=str,
+)  # fmt: skip
+def test_other_micro_batches_come_later(case, options):
+    """Graphs for them are checked while some of the stages are on the device."""
+    found = []
+    for vectorize in (True, False):
+        built = model()
+        pipe = pipeline(built, CASES[case](S), store=store(5), micro_batch_size=3, vectorize=vectorize, **options)
+        losses = []
+        for n, samples in enumerate((24, 9, 24, 22)):
+            if n == 2:
+                pipe.wait()
+                for norm in (part[1] for part in built[1:-1]):
+                    norm.eps = 0.1
+            losses.append(pipe.push(*(torch.cat(part)[:samples] for part in zip(*doubles(8), strict=True))))
+        told = " ".join(pipe.vectorized.values())
+        pipe.drain()
+        found.append([torch.stack(losses), weights(pipe)])
+        assert not vectorize or ("as one" in told and "stage by stage" not in told)
+    same(*found)
 
 
 # -- a loss that is computed outside -----------------------------------------------------------------------------------

@@ -258,7 +258,7 @@ class Stack:
         """Return those of these forwards that are done as one, because their kind of micro-batch allows it."""
         for s, i in ops:
             if s == self.first or (i not in self._kinds and i not in self.apart):
-                self._enter(i, box["F", s, i])
+                self._enter(s, i, box["F", s, i])
         return [op for op in ops if op[1] not in self.apart and self._alike(op, box)]
 
     def _alike(self, op: tuple[int, int], box: Mapping[Name, Message]) -> bool:
@@ -267,11 +267,12 @@ class Stack:
         given = leaves(box["F", s, i])
         return [(v.shape, v.dtype) for v in given] == [*self._kinds[i].inputs]
 
-    def _enter(self, mb: int, x: Message) -> None:
-        """Note that a micro-batch enters, with the input x of one of the stages."""
+    def _enter(self, s: int, mb: int, x: Message) -> None:
+        """Note that a micro-batch enters, with the input x of stage s, whose weights are there."""
         self.apart.discard(mb)
         try:
-            kind = self.kind(x)
+            if (kind := self.kind(x)) not in self._rings:
+                self.rows.lend(self._row_of[s])
             self.rings(kind, x)
         except Unfit:
             self._kinds.pop(mb, None)

@@ -87,6 +87,16 @@ class Rows:
             stage.versions.lay([torch.empty_like(p) for p in stage.params])
         self._take(self._whole())
 
+    @torch.no_grad()
+    def lend(self, there: int) -> None:
+        """Give the stages whose weights are not on the device those of one that is, so that graphs can be checked for
+        all rows; their own come before they are used. there: its row.
+        """
+        for r, stage in enumerate(self.stages):
+            if self.streamed and r != there and stage.home.slot is not None and stage.home.slot.vacant:
+                for whole in self.weights:
+                    whole[r].copy_(whole[there])
+
     def of(self, whole: Tensor) -> Sequence[Tensor]:
         """Return the rows of a tensor (n, …)."""
         return _rows(whole, len(self.stages))
