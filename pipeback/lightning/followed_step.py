@@ -23,6 +23,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from pipeback.lightning.call_override import as_it_is, by_itself
+from pipeback.lightning.frozen_calls import FrozenCalls
 from pipeback.lightning.step_calls import Heard, StepCalls
 from pipeback.lightning.step_twin import Copies, attributes_kept, attributes_unset, put_back, refresh, twin
 from pipeback.splitting.call_listeners import modules_heard
@@ -34,6 +35,11 @@ from pipeback.tensors.structures import opened, parts
 AWAY = (
     "training_step calls {name} without gradients, but on several devices, or with a store, its weights are in the "
     "stages, which compute the calls with gradients; use .detach() on what such a call returns, or devices=1 and "
+    "store=None"
+)
+SHARED = (
+    "training_step calls {name} itself, and {single} uses it, too, whose weights are in stages on several devices, or "
+    "in a store; give training_step a copy, self.own = copy.deepcopy({name}) in __init__, or use devices=1 and "
     "store=None"
 )
 
@@ -71,6 +77,7 @@ class FollowedStep:
         self._calls = list[_Known]()  # empty: training_step has not run yet
         self._single = False  # whether it makes one call only, of a module
         self._seen = set[str]()  # modules with trained weights that it calls without gradients, when it runs first
+        self._frozen = FrozenCalls()
         self.far = False  # whether other devices or a store have the stages' weights
         self._inside = 0  # how many calls of the twin's own forward are running
         self._made_of: list[set[Any]] = []  # of each call: what it was made of when it was traced
@@ -214,7 +221,8 @@ class FollowedStep:
             return output
 
         devices = {t.device for t in (*self.model.parameters(), *self.model.buffers())}
-        with put_back(self.module), untouched(self.model), accelerators.forked(devices):
+        listening = self._frozen.heard(self.model, lambda: self._running)
+        with put_back(self.module), untouched(self.model), accelerators.forked(devices), listening:
             self._run(self._given.batch, hear)
         last = max((n for n, (call, _, _) in enumerate(found) if call.uses), default=-1)
         if last < 0:
@@ -227,6 +235,8 @@ class FollowedStep:
         calls = uses if self._single else found[: last + 1]
         if self.far and (away := self._seen - {calls[0][0].name if self._single else ""}):
             raise ValueError(AWAY.format(name=min(away)))
+        if self.far and self._single and (shared := self._frozen.shared):
+            raise ValueError(SHARED.format(name=min(shared), single=calls[0][0].name))
         self._made_of = [set() for _ in calls]
         return [
             _Known(
@@ -296,6 +306,8 @@ class FollowedStep:
         """Hear that the twin's `training_step` calls a module with trained weights."""
         if not torch.is_grad_enabled() and not calls.apart:
             self._seen.add(name)
+            with self._frozen.inside():
+                return does()
         return calls.module(name, does, args, kwargs)
 
     def _read(self, name: str) -> None:

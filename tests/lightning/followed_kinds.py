@@ -1,5 +1,6 @@
 """LightningModules whose step is followed where the stages are elsewhere, and fits of them."""
 
+import copy
 from functools import partial
 from types import SimpleNamespace
 
@@ -109,6 +110,25 @@ class FrozenInside(Teacher):
 
     def forward(self, x):
         return super().forward(x) + self.teacher(x)
+
+
+class FrozenCured(FrozenInside):
+    def build(self):
+        super().build()
+        self.own = copy.deepcopy(self.teacher)
+
+    def loss(self, x, y):
+        with torch.no_grad():
+            known = self.own(x - self.middle)
+        out = self(x)
+        return cross_entropy(out, y) + mse_loss(out, known)
+
+
+class FrozenInValidation(FrozenCured):
+    """Calls a frozen module of its forward in validation alone."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val", self.teacher(batch[0]).mean())
 
 
 class Child(Heads):

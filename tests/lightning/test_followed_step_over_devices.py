@@ -17,7 +17,9 @@ from tests.lightning.followed_kinds import (
     Deep,
     Early,
     FrozenBetween,
+    FrozenCured,
     FrozenInside,
+    FrozenInValidation,
     Late,
     Looking,
     LookingAside,
@@ -119,7 +121,8 @@ def raised(kind, devices):
     (Objects, "Unmade: .*lists, tuples and dictionaries"),
     rare(Late, "RankError: .*same calls.*set what the forward reads before the call, or in a hook"),  # they wait long
     (Owning, "ValueError: .*uses the weight 'scale' of the model, .*keep it as an attribute"),
-    (FrozenInside, "RuntimeError: self.teacher was called, but its weights are in stages .*call self instead"),
+    (FrozenInside, "ValueError: training_step calls self.teacher itself, and self uses it, .*self.own = copy.deepcopy"),
+    (FrozenInValidation, "RuntimeError: self.teacher was called, but its weights are in stages .*call self instead"),
     (Between, "RuntimeError: self.encoder was called, but its weights are in stages .*validation_step"),
 ])  # fmt: skip
 def test_calls_that_no_stage_serves(kind, message, crew):
@@ -127,6 +130,6 @@ def test_calls_that_no_stage_serves(kind, message, crew):
         assert re.match(f"(RankError: rank .*: )?{message}", f"{name}: {text}"), text
 
 
-@pytest.mark.parametrize("kind", [Cured, BetweenCured, Early])
+@pytest.mark.parametrize("kind", [Cured, BetweenCured, Early, FrozenCured])
 def test_the_cures(kind, crew):
     equal(crew, result(kind, 1), kind)

@@ -16,7 +16,9 @@ from tests.lightning.followed_kinds import (
     Cured,
     Deep,
     FrozenBetween,
+    FrozenCured,
     FrozenInside,
+    FrozenInValidation,
     Looking,
     LookingAside,
     Owning,
@@ -78,7 +80,8 @@ def test_weights_leave_the_device():
     (Looking, "training_step calls self.encoder without gradients, .*stages.* use .detach.*store=None"),
     (LookingAside, "training_step calls self.conv1 without gradients, .*stages.* use .detach.*store=None"),
     (Owning, "uses the weight 'scale' of the model, .*keep it as an attribute"),
-    (FrozenInside, "self.teacher was called, but its weights are in stages .*call self instead"),
+    (FrozenInside, "training_step calls self.teacher itself, .*give training_step a copy, self.own = copy.deepcopy"),
+    (FrozenInValidation, "self.teacher was called, but its weights are in stages .*call self instead"),
     (Between, "self.encoder was called, but its weights are in .*store, .*validation_step.*store=None"),
 ])  # fmt: skip
 def test_calls_that_no_stage_serves(kind, message):
@@ -86,7 +89,15 @@ def test_calls_that_no_stage_serves(kind, message):
         result(kind, 1, given={"store": "host"})
 
 
-@pytest.mark.parametrize("kind", [Cured, BetweenCured])
+def test_what_training_step_may_not_call_is_refused_before_it_trains():
+    module = FrozenInside()
+    before = [p.detach().clone() for p in module.parameters()]
+    with pytest.raises(ValueError, match="or use devices=1 and store=None"):
+        fitted(module, strategy("pb", store="host", micro_batch_size=2))
+    assert all(map(torch.equal, before, module.parameters()))
+
+
+@pytest.mark.parametrize("kind", [Cured, BetweenCured, FrozenCured])
 def test_the_cures(kind):
     assert ranks.differences(result(kind, 1, given={"store": "host"}), result(kind, 1)) == []
 
