@@ -56,7 +56,7 @@ class HeldStages:
         self.stages = everywhere[0]
         self.compute: torch.device | None = None  # the device where stages of a store compute; None: that of the module
         self.seconds = [1.0] * len(self.stages)  # seconds of F (forward) and B (backward) of each stage, once measured
-        self._shared_by = self.seconds  # those by which the stages were shared out
+        self._shared_by: list[float] | None = None  # those by which the stages were shared out, once they are
         self.owner: list[int] | None = None  # the worker of each stage, once each process holds its own only
 
     @property
@@ -234,13 +234,25 @@ class HeldStages:
                 mine = [stage for stage in stages if owner[stage.index] == worker and stage.here]
                 lay_contiguously([stage for stage in mine if stage.stack is None and not stage.flights])
 
-    def share_out(self, *, values: bool) -> None:
-        """Keep this rank's stages only, over processes. values: whether stages from the meta device are initialised."""
+    def measured(self, seconds: list[float]) -> None:
+        """Take these seconds, unless the stages are shared out already: they stay where they are."""
+        if self._shared_by is None and seconds:
+            self.seconds = seconds
+
+    def share_out(self, seconds: list[float] | None = None) -> None:
+        """Give every worker its stages, by what was measured; over processes, this rank keeps its own only.
+
+        seconds: those of a state with micro-batches in flight; None: stages from the meta device are initialised.
+        """
+        values = seconds is None
+        if seconds is not None:
+            self.seconds = seconds
+        elif self._shared_by is None and self.ranks.several:
+            self.seconds = self.ranks.gather(self.seconds, "push()")[0]
+        self._shared_by = self.seconds
         if not self.ranks.several:
             return
-        if values and self.owner is not None:
-            self.seconds = self._shared_by  # a state of before the first push was loaded: stages stay where they are
-        self.owner, self._shared_by = self.balance(), self.seconds
+        self.owner = self.balance()
         for stage, worker in zip(self.stages, self.owner, strict=True):
             if worker != self.ranks.index:
                 if stage.here:

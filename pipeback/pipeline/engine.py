@@ -281,12 +281,11 @@ class Engine:
         """Load the part of a state that belongs to no stage. current: the optimizers' options in it."""
         self.current, self.arrived = current, plain["arrived"]
         self.progress.take_up(plain)
-        self.holding.seconds = plain["seconds"]
         self._rehearsals.forget()
         if self.traced is not None:
             self.traced.know(plain.get("forms", ()))
         if plain["loops"]:
-            self.holding.share_out(values=False)
+            self.holding.share_out(plain["seconds"])
             self._stacking.regroup(plain)
             self._stack()
             self.holding.lay()
@@ -310,9 +309,8 @@ class Engine:
         sizes = self._rehearsals.run(batches, relay) and (self._stacking.on or self.setting.skewed)  # on all ranks
         if sizes:
             self._stacking.see(batches, relay)
-        if self.runtime is None and self.ranks.several:
-            self.holding.seconds = self.ranks.gather(self.holding.seconds, "push()")[0]
-            self.holding.share_out(values=True)
+        if self.runtime is None:
+            self.holding.share_out()
         if sizes:
             self._stacking.choose()
             self._fit_stacks(batches, relay)

@@ -121,8 +121,7 @@ class Rehearsals:
 
     def whole(self, batch: Batch, relay: Relay | None = None) -> None:
         """Rehearse one micro-batch in full, and time F and B of each stage."""
-        seconds = self._through(batch, self._full, relay)
-        self._holding.seconds = seconds or self._holding.seconds
+        self._holding.measured(self._through(batch, self._full, relay))
 
     def done(self, batches: Sequence[Batch]) -> None:
         """These micro-batches will be let in."""
