@@ -299,14 +299,15 @@ class Engine:
     def rehearse(self, batches: Sequence[Batch]) -> None:
         """Rehearse what has to be, and start with the first."""
         self.casting.take(self._stacking.on or self.setting.skewed, self.wait)
-        if not self._rehearsals.due(batches):
+        if not (self._rehearsals.due(batches) or self._stacking.unseen(batches)):
             return
         if self.runtime is not None:
             if self.modes.unheard and self._rehearsals.set_otherwise:
                 warnings.warn(OTHERWISE, stacklevel=5)
             self.do(self.runtime.wait)  # buffers and random state are borrowed and put back
         relay = self._relay if isinstance(self.runtime, RankRunner) else None
-        sizes = self._rehearsals.run(batches, relay) and (self._stacking.on or self.setting.skewed)  # on all ranks
+        anew = self._rehearsals.run(batches, relay) or bool(self._stacking.unseen(batches))
+        sizes = anew and (self._stacking.on or self.setting.skewed)  # on all ranks
         if sizes:
             self._stacking.see(batches, relay)
         if self.runtime is None:

@@ -85,12 +85,15 @@ class Rehearsals:
             self.whole(batches[0], relay)
         elif other:
             self._through(batches[0], self._shape, relay)
+        stacks: dict[int, Any] = {}
         for stage, settings in self._settings:
             if settings.changed():
                 if not anew and stage.random.state is None:  # else it is known whether it draws
                     stage.random.begin(stage.generator)
                 if stage.stack is not None:
-                    stage.stack.renew()
+                    stacks[id(stage.stack)] = stage.stack
+        for stack in stacks.values():
+            stack.renew()  # once, however many of its stages are set otherwise
         if anew or self._set_anew:
             self.look()
         if ((anew or other) and smallest(batches)[2] < batches[0][2]) or (fewer and not anew and not other):

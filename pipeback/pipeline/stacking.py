@@ -9,7 +9,8 @@ from typing import Any
 
 from pipeback.counts import counted, numbered
 from pipeback.pipeline.build import Built
-from pipeback.pipeline.rehearsals import Relay, smallest
+from pipeback.pipeline.rehearsals import Form, Relay, form_of, smallest
+from pipeback.pipeline.slices import unlike
 from pipeback.runtime.loop import Batch
 from pipeback.schedules.flushes import in_flushes
 from pipeback.splitting.partition import balance
@@ -44,6 +45,8 @@ class Stacking:
         self._waits = bool(options.vectorize) and built.holding.later and not self.told
         self._tried = False
         self._seen: list[Any] = []  # what micro-batches give to the stages
+        self._new: Mapping[Form, Batch] = {}  # those micro-batches, by their form
+        self._known = set[tuple[Form, tuple[int, ...]]]()  # forms for which there are graphs, by the stacks' modes
         # where the loss is computed outside, how many micro-batches go forward before the last of them has been judged
         self._together: int | None = None
         self._outside = options.loss is None
@@ -88,14 +91,29 @@ class Stacking:
         mine = {id(stage) for stage in self._holding.mine}
         return [[stage for stage in stages if id(stage) in mine] for stages in self._holding.everywhere]
 
+    def unseen(self, batches: Sequence[Batch]) -> list[Batch]:
+        """One micro-batch of each form for which stacks have made no graphs yet.
+
+        They make them before such micro-batches are let in, since torch borrows the default random generator for it,
+        from which others may draw while threads train. Over ranks, no thread does, and graphs are made when they come.
+        """
+        if self._holding.ranks.several or not any(stack.eras.worth for stack in self.stacks):
+            return []
+        modes = self._modes
+        return [batch for form, batch in _forms(batches).items() if (form, modes) not in self._known]
+
+    @property
+    def _modes(self) -> tuple[int, ...]:
+        return tuple(stack.mode for stack in self.stacks)
+
     def see(self, batches: Sequence[Batch], relay: Relay | None) -> None:
         """Find out what micro-batches give to the stages. relay: None: all stages are in this process."""
         from pipeback.vectorized.stacks.stage_inputs import StageInputs
 
-        self._seen = []
+        self._seen, self._new = [], _forms(batches)
         self._together = len(batches) if self._outside else None
         self._pushed = len(batches)
-        for x, y, _ in (batches[0], smallest(batches)):
+        for x, y, _ in (batches[0], smallest(batches)) if self._holding.ranks.several else self._new.values():
             seen = StageInputs()
 
             def part(stages: Sequence[Stage], value: Value, seen: StageInputs = seen, y: Any = y) -> Value:
@@ -135,6 +153,8 @@ class Stacking:
             self.told = told  # what stacks find out later is told in it, too
         self._tried, self._seen, changed = True, [], found != self.stacks
         self.stacks = found
+        self._known |= {(form, self._modes) for form in self._new}
+        self._new = {}
         return changed
 
     def meet(self) -> None:
@@ -203,3 +223,11 @@ def _groups(plain: Mapping[str, Any]) -> list[list[int]]:
     """Return the stages of each stack in which a state has micro-batches in flight."""
     rows = [p["row"] for part in plain["stages"] for p in part.get("flights", {}).values() if p.get("row")]
     return [list(group) for group in sorted({tuple(row[-1]) for row in rows})]
+
+
+def _forms(batches: Sequence[Batch]) -> dict[Form, Batch]:
+    """One micro-batch of each form, the first of all at the front."""
+    found: dict[Form, Batch] = {}
+    for batch in unlike(batches):
+        found.setdefault(form_of(batch), batch)
+    return found

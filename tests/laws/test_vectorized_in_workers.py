@@ -2,9 +2,15 @@
 method; their states in flight go on as if nothing had been in between.
 """
 
+import itertools
+import threading
+
 import pytest
 import torch
 
+from pipeback.pipeline import rehearsals
+from pipeback.streaming.store import HostStore
+from pipeback.vectorized.making.graph_maker import GraphMaker
 from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import S, doubles, model, pushed, same, share_equally, turns
 from tests.laws.cases import CASES, STEADY, allowed, pipeline, weights
@@ -107,3 +113,62 @@ def test_single_micro_batches_after_a_state(case, build):
     wanted_entered, wanted = losses()
     assert entered == wanted_entered
     same(found, wanted)
+
+
+@pytest.mark.parametrize(
+    "options", [{"workers": 2}, {"replicas": 2}, {"workers": 2, "store": HostStore(prefetch=5)}], ids=str
+)
+def test_graphs_are_made_while_the_caller_waits(options, monkeypatch):
+    """torch borrows the default random generator for it, from which the caller may draw while threads train."""
+    learn, threads = GraphMaker.learn, []
+
+    def noted(maker, *given):
+        threads.append(threading.current_thread())
+        return learn(maker, *given)
+
+    monkeypatch.setattr(GraphMaker, "learn", noted)
+    built = model()
+    pipe = pipeline(built, CASES["cerebras"](S), micro_batch_size=3, vectorize=True, **options)
+    xs, ys = map(torch.cat, zip(*doubles(10), strict=True))
+    made = []
+    for n, samples in enumerate((2, 24, 9, 22, 24, 10)):
+        if n == 4:
+            pipe.wait()
+            for norm in (part[1] for part in built[1:-1]):
+                norm.eps = 0.1
+        pipe.push(xs[:samples], ys[:samples])
+        pipe.wait()
+        made.append(len(threads))
+    pipe.close()
+    assert len({*made}) > 4, (made, "other micro-batches have made no graphs")
+    assert {*threads} == {threading.main_thread()}
+
+
+@pytest.mark.usefixtures("deterministic")
+@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"store": HostStore(prefetch=5)}], ids=str)
+def test_stages_stay_with_their_workers(options, monkeypatch):
+    """Also where they are timed anew, as after a state was loaded: what is in flight goes on again and again."""
+    measured = rehearsals.rehearse
+    times = itertools.cycle([[1.0] * (S - 1) + [9.0], [9.0] + [1.0] * (S - 1)])
+    monkeypatch.setattr(rehearsals, "rehearse", lambda *given, **named: (next(times), measured(*given, **named)[1]))
+    xs, ys = map(torch.cat, zip(*doubles(8), strict=True))
+    found = []
+    for loads in (0, 3):
+        build = lambda: pipeline(  # noqa: E731
+            model(), CASES["cerebras"](S), micro_batch_size=3, vectorize=True, workers=2, **options
+        )
+        pipe = build()
+        for n in range(4):
+            pipe.push(xs, ys)
+            if n < loads:
+                state, owner = pipe.state_dict(), pipe.owner
+                if n % 2:
+                    pipe.close()
+                    pipe = build()
+                pipe.load_state_dict(state)
+                pipe.plan(xs, ys)
+                assert pipe.owner == owner
+        pipe.drain()
+        found.append(weights(pipe))
+        pipe.close()
+    assert torch.equal(*found)

@@ -8,6 +8,8 @@ import torch
 from pipeback.vectorized.making import eras
 from pipeback.vectorized.making.eras import Eras
 from pipeback.vectorized.tracing.capture import Unfit
+from tests.laws.as_one import doubles, model
+from tests.laws.cases import pipeline
 
 
 @pytest.fixture
@@ -65,3 +67,15 @@ def test_times_decide_nothing_where_bits_must_not_depend_on_them(clock, determin
     some = Eras()
     assert all(era(some, clock, 2.0, 1.0) for _ in range(10))
     assert torch.are_deterministic_algorithms_enabled()
+
+
+def test_a_change_in_all_stages_begins_one_era():
+    built = model()
+    pipe = pipeline(built, "pb", micro_batch_size=3, vectorize=True)
+    xs, ys = map(torch.cat, zip(*doubles(8), strict=True))
+    for eps in (None, 0.1, 0.2):
+        for norm in (part[1] for part in built[1:-1] if eps):
+            norm.eps = eps
+        pipe.push(xs, ys)
+    (stack,) = [stack for stack in pipe._engine.setting.stacks if not stack.alone]
+    assert stack.eras.number == 2

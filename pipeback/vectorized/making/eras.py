@@ -44,7 +44,12 @@ class Eras:
         finally:
             Eras.spent += time.perf_counter() - begin
 
+    @property
+    def worth(self) -> bool:
+        """Whether graphs are worth making now."""
+        return self._short < TIMES or torch.are_deterministic_algorithms_enabled()  # which times may not decide
+
     def check(self) -> None:
-        """Raise `Unfit` if graphs are not worth making now."""
-        if self._short >= TIMES and not torch.are_deterministic_algorithms_enabled():  # which times may not decide
+        """Raise `Unfit` if they are not."""
+        if not self.worth:
             raise Unfit("what their forward reads changes too often for new graphs")

@@ -72,7 +72,7 @@ class Stack:
         self.apart: set[int] = set()  # those among them that run stage by stage
         self._rings: BoundedCache[Kind, Waiting] = BoundedCache()
         self._newest: Kind | None = None
-        self._eras = Eras()
+        self.eras = Eras()
         self._unfit: dict[Kind, str] = {}  # why the stages cannot run as one, by kind
         self.told: dict[str, str] = {}  # what the user is told about stacks, by their names
         self.flushed = 0  # the most bytes that one stage has kept within a flush (`flushes/whole_flush`)
@@ -186,11 +186,11 @@ class Stack:
     @property
     def mode(self) -> int:
         """The mode of the micro-batches that come now (`Kind`)."""
-        return self.stages[0].module.training + 2 * self._eras.number
+        return self.stages[0].module.training + 2 * self.eras.number
 
     def renew(self) -> None:
         """Note that the modules compute something else from now on; micro-batches in flight keep the old graphs."""
-        self._eras.begin()
+        self.eras.begin()
 
     def rings(self, kind: Kind, x: Any = None) -> Waiting:
         """Return the ring buffers for a kind of micro-batch; its graphs are made when it first comes.
@@ -200,13 +200,13 @@ class Stack:
         if kind in self._unfit:
             raise Unfit(self._unfit[kind])
         if kind not in self._rings:
-            self._eras.check()
+            self.eras.check()
         if kind != self._newest:
             self._newest = None
             self._make_room(kind)
         if kind not in self._rings:
             try:
-                with TRACING, under(()), self._eras.making():
+                with TRACING, under(()), self.eras.making():
                     self._hold(self.maker.learn(kind, x))
             except Exception as error:  # whatever the user's code or torch raises: the stages still run one by one
                 told = str(error).strip().partition("\n")[0]
