@@ -14,6 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import pipeback
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.store import HostStore
 from tests.helpers.long_forms import grouped
 
 from .calls import CALLS
@@ -45,10 +47,13 @@ class Run:
             first = model.blocks[0] if program.form in FOLLOWED else model[0]
             next(p for p in first.parameters() if p.requires_grad).requires_grad_(False)
         runtime = dict(self.runtime if runtime is None else runtime)
+        ahead = runtime.pop("ahead", 1)
         if runtime.get("store") == "disk":
             if store is None:
                 self.folders.append(tempfile.TemporaryDirectory())
-            runtime["store"] = f"disk:{store or self.folders[-1].name}"
+            runtime["store"] = DiskStore(store or self.folders[-1].name, prefetch=ahead)
+        elif runtime.get("store") == "host":
+            runtime["store"] = HostStore(prefetch=ahead)
         options, names = dict(program.options), [name for name, *_ in program.calls]
         if program.outside:
             options.pop("micro_batch_size", None)

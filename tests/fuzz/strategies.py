@@ -6,6 +6,8 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from pipeback.vectorized.stacks.choose_stacks import streams_flushes
+
 from .cases import METHODS, OPTIMIZERS, allows, most_workers, optimizers, stepping
 from .models import ALIKE, FOLLOWED, MODELS, OWN_WEIGHTS, RANDOM
 from .odd_options import ODD
@@ -37,10 +39,26 @@ def _options(draw: st.DrawFn) -> dict[str, Any]:
 
 
 @st.composite
-def _runtime(draw: st.DrawFn, model: str, stages: int, options: dict[str, Any], workers: int) -> dict[str, Any]:
+def _as_one(draw: st.DrawFn, model: str, stages: int, method: str, workers: int) -> dict[str, Any]:
+    """Stages that run as one, and what goes with them."""
+    library = METHODS[method].library(stages)
+    found = draw(st.sampled_from([{}, {}, {"masters": True}, {"store": "host"}, {"store": "disk"}]))
+    if "store" in found:
+        found["ahead"] = draw(st.sampled_from([3, 5, 9]))  # stages: two at least have room
+    demands = model in ALIKE and not ("store" in found and streams_flushes(library))
+    found["vectorize"] = draw(st.sampled_from([True, "auto"])) if demands else "auto"
+    if library.chunks == 1 and draw(st.booleans()):
+        found["workers"] = draw(st.integers(1, workers))
+    return found
+
+
+@st.composite
+def _runtime(
+    draw: st.DrawFn, model: str, stages: int, method: str, options: dict[str, Any], workers: int
+) -> dict[str, Any]:
     """Options that change no number."""
-    if stages > 3 and not options.get("replicas") and draw(st.sampled_from([False] * 8 + [True])):
-        return {"vectorize": draw(st.sampled_from([True, "auto"])) if model in ALIKE else "auto"}
+    if stages > 3 and draw(st.sampled_from([False] * 5 + [True])):
+        return draw(_as_one(model, stages, method, workers))
     found: dict[str, Any] = {}
     if draw(st.booleans()):
         found["order"] = draw(st.sampled_from(["upstream", "sticky", "random", "skewed"]))
@@ -182,7 +200,11 @@ def _programs(draw: st.DrawFn, fixed: dict[str, Any], call: str) -> Program:
     }
     found["outside"] = plain and draw(st.sampled_from([False] * 6 + [True]))
     workers = most_workers(method, found["stages"])
-    others = {} if found["outside"] else draw(_runtime(found["model"], found["stages"], found["options"], workers))
+    if found["outside"]:
+        as_one = found["stages"] > 3 and draw(st.booleans())
+        others = draw(_as_one(found["model"], found["stages"], method, workers)) if as_one else {}
+    else:
+        others = draw(_runtime(found["model"], found["stages"], method, found["options"], workers))
     found["runtime"] = others
     found |= {name: value for name, value in fixed.items() if name == "runtime"}
     if not found["outside"] and not found["options"].get("replicas"):  # else it is no mean over the samples
