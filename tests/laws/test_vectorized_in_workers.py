@@ -116,7 +116,9 @@ def test_single_micro_batches_after_a_state(case, build):
 
 
 @pytest.mark.parametrize(
-    "options", [{"workers": 2}, {"replicas": 2}, {"workers": 2, "store": HostStore(prefetch=5)}], ids=str
+    "options",
+    [rare({"workers": 2}), {"replicas": 2}, {"workers": 2, "store": HostStore(prefetch=5)}],
+    ids=["workers", "replicas", "store"],
 )
 def test_graphs_are_made_while_the_caller_waits(options, monkeypatch):
     """torch borrows the default random generator for it, from which the caller may draw while threads train."""
@@ -145,7 +147,9 @@ def test_graphs_are_made_while_the_caller_waits(options, monkeypatch):
 
 
 @pytest.mark.usefixtures("deterministic")
-@pytest.mark.parametrize("options", [{}, {"replicas": 2}, {"store": HostStore(prefetch=5)}], ids=str)
+@pytest.mark.parametrize(
+    "options", [rare({}), rare({"replicas": 2}), {"store": HostStore(prefetch=5)}], ids=["plain", "replicas", "store"]
+)
 def test_stages_stay_with_their_workers(options, monkeypatch):
     """Also where they are timed anew, as after a state was loaded: what is in flight goes on again and again."""
     measured = rehearsals.rehearse

@@ -115,7 +115,7 @@ def rubbish(monkeypatch):
     ("case", "options"),
     mostly_rare(
         [(case, options) for case in STREAMED for options in ({}, {"replicas": 2})],
-        ("pipedream", {}), ("pipedream", {"replicas": 2}), ("spectrain-v2", {}),
+        ("spectrain-v2", {}), ("pipedream", {"replicas": 2}),
     ),
     ids=str,
 )  # fmt: skip

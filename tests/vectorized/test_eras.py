@@ -74,6 +74,7 @@ def test_a_change_in_all_stages_begins_one_era():
     pipe = pipeline(built, "pb", micro_batch_size=3, vectorize=True)
     xs, ys = map(torch.cat, zip(*doubles(8), strict=True))
     for eps in (None, 0.1, 0.2):
+        pipe.wait()
         for norm in (part[1] for part in built[1:-1] if eps):
             norm.eps = eps
         pipe.push(xs, ys)
