@@ -211,6 +211,7 @@ class Loop:
             worker.link.enter(i, x, None)
             if 0 in worker.stages:
                 worker.link.send("F", 0, i, worker.placed(0, x))
+        worker.look()
         return mbs
 
     def forget(self, which: Collection[int], of: int) -> None:

@@ -65,6 +65,30 @@ def test_judged_where_they_leave(case):
     same(*found)
 
 
+@pytest.mark.parametrize(
+    ("case", "workers"),
+    mostly_rare(
+        [(case, n) for case in ("pb", "cerebras", "pipedream", "gpipe-4") for n in (None, 2, 3)],
+        ("cerebras", 2), ("pb", 3), ("gpipe-4", None),
+    ),
+)  # fmt: skip
+def test_several_forwards_before_a_step(case, workers):
+    found = []
+    for vectorize in (True, False):
+        losses, pipe = [], build(case, vectorize, workers=workers)
+        for some in cut((2, 1, 4, 3, 1, 8)):
+            for x, y in some:
+                output = pipe.forward(x, expected=len(some))
+                loss = mse_loss(output, y)
+                losses.append(loss.detach())
+                pipe.backward(*torch.autograd.grad(loss, output))
+            pipe.step()
+        pipe.drain()
+        found.append((torch.stack(losses), *(p.detach().clone() for p in pipe.model.parameters())))
+        pipe.close()
+    same(*found)
+
+
 @pytest.mark.parametrize("case", ["pb", "cerebras", "pipemare-t3", "pipedream-vertical"])
 def test_one_at_a_time(case, turned):
     """A micro-batch goes forward through all stages, and then B and U of all are done as one."""
