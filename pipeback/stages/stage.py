@@ -74,7 +74,8 @@ class Stage:
         # a stage without weights still has an optimizer, so that schedulers attach to every stage alike
         self.optimizer = optimizer(list(self.weights) or [nn.Parameter(torch.empty(0))])
         # Adagrad has state from its construction on, which is of no use for weights without values
-        self._begin_anew = (lambda: optimizer(list(self.weights)).state) if any(self.optimizer.state.values()) else dict
+        begins = bool(self.weights) and any(self.optimizer.state.values())
+        self._begin_anew = (lambda: optimizer(list(self.weights)).state) if begins else dict
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # a twin steps; schedulers need not warn
         self.optimizer.zero_grad = nothing  # type: ignore[method-assign]  # its weights have a gradient while it steps
         self.version, self.state, self.peak_flights = 0, State(), 0

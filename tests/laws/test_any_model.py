@@ -164,3 +164,20 @@ def test_from_the_meta_device(tmp_path):
     )  # fmt: skip
     losses = [float(pipe.push(x, y)) for _ in range(30)]
     assert losses[-1] < losses[0]
+
+
+def test_a_stage_from_the_meta_device_without_trained_weights():
+    """Adagrad has state from its construction on, and this stage has nothing that it could be of."""
+    found = []
+    for device in ("meta", "cpu"):
+        torch.manual_seed(0)
+        with torch.device(device):
+            model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Tanh(), nn.Linear(4, 2))
+        pipe = pipeback.Pipeline(
+            model, loss=nn.functional.mse_loss, optimizer=lambda params: torch.optim.Adagrad(params, lr=0.1),
+            method="pb", micro_batch_size=1,
+        )  # fmt: skip
+        pipe.push(torch.ones(4, 4), torch.ones(4, 2))
+        pipe.drain()
+        found.append({stage: {*optimizer.state_dict()["state"]} for stage, optimizer in enumerate(pipe.optimizers)})
+    assert found[0] == found[1]
