@@ -45,10 +45,11 @@ def _as_one(draw: st.DrawFn, model: str, stages: int, method: str, workers: int)
     found = draw(st.sampled_from([{}, {}, {"masters": True}, {"store": "host"}, {"store": "disk"}]))
     if "store" in found:
         found["ahead"] = draw(st.sampled_from([3, 5, 9]))  # stages: two at least have room
-    demands = model in ALIKE and not ("store" in found and streams_flushes(library))
-    found["vectorize"] = draw(st.sampled_from([True, "auto"])) if demands else "auto"
     if library.chunks == 1 and draw(st.booleans()):
         found["workers"] = draw(st.integers(1, workers))
+    # a worker may have no two stages that are alike, as times decide, and then `True` is refused
+    demands = model in ALIKE and "workers" not in found and not ("store" in found and streams_flushes(library))
+    found["vectorize"] = draw(st.sampled_from([True, "auto"])) if demands else "auto"
     return found
 
 
