@@ -93,7 +93,7 @@ class Rows:
         all rows; their own come before they are used. there: its row.
         """
         for r, stage in enumerate(self.stages):
-            if self.streamed and r != there and stage.home.slot is not None and stage.home.slot.vacant:
+            if r != there and stage.home.slot is not None and stage.home.slot.vacant:
                 for whole in self.weights:
                     whole[r].copy_(whole[there])
 
