@@ -9,10 +9,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from pipeback.lightning import lightning_internals, random_state
 from pipeback.lightning.fit import Fit, Later
+from pipeback.lightning.user_optimizer import UserOptimizer
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.streaming.disk_store import DiskStore
 
@@ -61,6 +63,7 @@ class FitState:
         self.left = False  # the pipeline has ended, and its weights are in the module again
         self.last: dict[str, Any] | None = None  # the state of the pipeline at the end of the fit
         self._validation = ExitStack()  # while validation runs
+        self._optimizer = UserOptimizer(fit.optimizer)
 
     @property
     def lost(self) -> bool:
@@ -82,13 +85,22 @@ class FitState:
 
     # -- during a fit --------------------------------------------------------------------------------------------
 
-    def step(self) -> None:
-        """Run U of every stage for which it is due."""
+    def stepping(self) -> AbstractContextManager[None]:
+        """A context in which a step of the user's optimizer runs U of every stage for which it is due."""
+        return self._optimizer.stepping(self._step)
+
+    def _step(self) -> None:
         self.fit.step()
         self.rank.stepped(self.fit)
 
     def end(self) -> None:
         """Finish all micro-batches in flight, unless someone else has written the weights since the last step."""
+        if self.fit.later is not None and _in_flight(self.fit.later.section):
+            rank_zero_warn(
+                f"fit had no batch left after the checkpoint, by which {self.fit.found.shown} would have been cut into "
+                "stages: updates of the micro-batches that were in flight are not made; raise max_epochs or max_steps "
+                "to go on with them"
+            )
         self.rank.end(self)
 
     def leave(self) -> None:
@@ -141,7 +153,12 @@ class FitState:
     def section(self) -> dict[str, Any]:
         """What Lightning does not save: micro-batches in flight, the method's state, random state; on rank 0."""
         fit = self.fit
-        now = {"mid_epoch": lightning_internals.mid_epoch(fit.module.trainer), "random": random_state.save()}
+        trainer = fit.module.trainer
+        now = {
+            "mid_epoch": lightning_internals.mid_epoch(trainer),
+            "validates": lightning_internals.validates_next(trainer),
+            "random": random_state.save(),
+        }
         if fit.later is not None and fit.later.section is not None:
             return {**fit.later.section, **now}
         with fit.quiet():
@@ -201,7 +218,15 @@ class FitState:
         with fit.at_work():
             fit.pipe.load_state_dict({**section["state"], "stages": there})
         fit.twins.take()
+        if section.get("validates") and fit.options.drain == "validation":  # before one that Lightning leaves out now
+            fit.drain()
         self.rank.taken_up(fit, section)
+
+
+def _in_flight(section: dict[str, Any] | None) -> bool:
+    """Whether a section has micro-batches with work that is not done."""
+    stages = [] if section is None else section["state"]["plain"]["stages"]
+    return any(stage["flights"] or stage["count"] for stage in stages)
 
 
 def without(prefixes: tuple[str, ...], tensors: dict[str, Tensor]) -> dict[str, Tensor]:

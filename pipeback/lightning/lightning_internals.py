@@ -4,6 +4,7 @@
   sets `fit_loop._skip_backward` for it. Such forwards must run on the averaged weights, not through the pipeline.
 * whether a checkpoint is made within an epoch, and the states of the training loaders that are read from one: Lightning
   hands them on within an epoch only, and where its last batch is done, so that nothing is left to train on.
+* whether validation follows a batch, which a run that resumes from a checkpoint in between leaves out.
 * what a torchmetrics metric gave for the last slice: `_forward_cache` is what Lightning logs on the step.
 * the launchers, and `Strategy._configure_launcher`, which sets `_launcher`: each strategy of several processes has one.
 * the steps at which a `ModelCheckpoint` looks at its metric, where it does so within an epoch; and whether validation
@@ -34,6 +35,14 @@ def forward_only(trainer: Any) -> bool:
 def mid_epoch(trainer: Any) -> bool:
     """Whether a run that resumes from a checkpoint made now first finishes this epoch, or the validation after it."""
     return trainer.validating or not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
+
+
+def validates_next(trainer: Any) -> bool:
+    """Whether validation follows the batch that is done; a run that resumes from a checkpoint of now leaves it out."""
+    fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress.current
+    if not trainer.training or fit._data_fetcher is None or batches.ready != batches.processed or not batches.ready:
+        return False
+    return bool(fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
 
 
 def take_loader_states(trainer: Any) -> list[dict[str, Any]]:

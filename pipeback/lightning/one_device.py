@@ -59,6 +59,7 @@ class OneDevice:
         return state
 
     def pipeline(self, split: Split, **options: Any) -> Pipeline:
+        self._note()
         return Pipeline(split, loss=None, workers=self._threads, **options)
 
     def at_work(self) -> AbstractContextManager[None]:
@@ -85,10 +86,14 @@ class OneDevice:
 
     def stepped(self, fit: Fit) -> None:
         if fit.pipe is not None:
-            self._params = self._params or list(self.found.module.parameters())
-            self._versions = [p._version for p in self._params]
+            self._note()
             if fit.vectorize:
                 fit.twins.collect()
+
+    def _note(self) -> None:
+        """Note the weights as they are: whoever writes them before the next step is not the pipeline."""
+        self._params = self._params or list(self.found.module.parameters())
+        self._versions = [p._version for p in self._params]
 
     # -- the state -----------------------------------------------------------------------------------------------
 
@@ -123,7 +128,7 @@ class OneDevice:
         return pipe.state_dict()
 
     def taken_up(self, fit: Fit, section: dict[str, Any]) -> None:
-        """Do nothing: the pipeline has loaded all that there is."""
+        self._note()
 
     # -- the end -------------------------------------------------------------------------------------------------
 

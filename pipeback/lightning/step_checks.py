@@ -39,19 +39,20 @@ def check_output(body: TrainedModule, output: Any, given: Any) -> None:
 
     given: the output of the model; None: it was not called.
     """
-    loss = loss_of(output)
+    loss, out = loss_of(output), "return -1 from on_train_batch_start or take it out of the data"
     if given is None:
+        skips = f"; to leave a batch out, {out}" if output is None else ""
         around = "training_step, or a module around it," if "." in body.name else "training_step"
         raise ValueError(
             f"training_step did not call {body.shown}, so there is nothing for the stages to learn from; call it "
             f"once and compute the loss from its output (if {around} does not call it as a whole, but its parts, have "
-            'that followed: PipelineStrategy(module="self"))'
+            f'that followed: PipelineStrategy(module="self")){skips}'
         )
     if not isinstance(loss, Tensor):
         raise ValueError(
             f"training_step returned {'no loss' if loss is None else f'a {type(loss).__name__}'}, but the "
             "micro-batch has gone forward; return the loss, a 0-d tensor or a dictionary with it under 'loss' (to "
-            "leave a batch out, return -1 from on_train_batch_start or take it out of the data)"
+            f"leave a batch out, {out})"
         )
 
 

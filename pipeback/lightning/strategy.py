@@ -36,7 +36,7 @@ from pipeback.lightning.ranks.shared_fit import SharedFit
 from pipeback.lightning.resumed import Resumed
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel, staying
-from pipeback.lightning.user_optimizer import norm_and_value, stepping
+from pipeback.lightning.user_optimizer import norm_and_value
 from pipeback.methods.base import Method
 from pipeback.pipeline.arguments import Debug, MicroBatches, Processes, Splitting, Streaming, TensorParallel
 from pipeback.pipeline.pipeline import Pipeline
@@ -252,7 +252,7 @@ class PipelineStrategy(Place):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure, which runs F and B; then U at every stage for which it is due."""
-        with nullcontext() if self._state is None else stepping(optimizer, self._state.step):
+        with nullcontext() if self._state is None else self._state.stepping():
             return super().optimizer_step(optimizer, closure, model, **kwargs)
 
     def _clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:

@@ -82,8 +82,7 @@ class OutsideLoss:
         engine.progress.came(len(xs))
         engine.came(len(xs))
 
-        judge = engine.casting.around(judge)
-
+        @engine.casting.around
         def judged(n: int, output: Any) -> Value:
             with telling(engine.ranks):
                 gradient = judge(n, self._shown(output, xs[n]))

@@ -223,7 +223,9 @@ class JointOptimizer:
         for stage in self._stages:
             lay_velocities(stage.optimizer, stage.weights)
             stage.weights.forget_velocities()
-        if len(self._stages) == 1:
+        if self._own:  # the twin shares all attributes of the only one
+            pass
+        elif len(self._stages) == 1:
             self._twin.state = self._stages[0].optimizer.state
         else:
             shared: defaultdict[Tensor, Any] = defaultdict(dict)

@@ -9,6 +9,7 @@ from torch import nn
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from pipeback import HostStore
+from tests.fuzz.models import Followed
 from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import S, block, same, share_equally
 from tests.laws.cases import STEADY, allowed
@@ -59,6 +60,23 @@ def test_mixed_precision(case):
     found = alike(case)
     wanted, _ = fit(case, False, around=True)
     assert found.losses[0].dtype == torch.float32
+    same(found.losses[:6], wanted.losses[:6], within=ROUNDED)
+
+
+class Called(Mixed):
+    """Its model is traced."""
+
+    def __init__(self, inside, optimizer="momentum"):
+        super().__init__(inside, optimizer)
+        self.model = Followed(list(self.model))
+
+
+@pytest.mark.parametrize("size", [1, 2, rare(9)])
+def test_a_model_that_is_traced(size, monkeypatch):
+    monkeypatch.setattr(f"{__name__}.Mixed", Called)
+    found, how = fit("pb", True, around=True, size=size)
+    assert any(told.startswith("as one") for told in how.vectorized.values())
+    wanted, _ = fit("pb", False, around=True, size=size)
     same(found.losses[:6], wanted.losses[:6], within=ROUNDED)
 
 

@@ -318,3 +318,33 @@ def test_the_mean_of_what_is_logged_has_the_bits_of_float64():
     assert micro_batches.mean([v.bfloat16() for v in values], [1, 3]).dtype == torch.float32
     rows = [v.expand(2) for v in values]
     assert micro_batches.mean(rows, [1, 3]).tolist() == pytest.approx([1 / 12 + 3 / 28] * 2, rel=1e-15)
+
+
+class Slow(torch.optim.SGD):
+    """Steps weights that have no gradient, too: every third step goes half of the way from where they were."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = None if closure is None else torch.enable_grad()(closure)()
+        super().step()
+        for p in (p for group in self.param_groups for p in group["params"]):
+            state = self.state[p]
+            state["n"] = state.get("n", 0) + 1
+            slow = state.setdefault("slow", p.clone())
+            if state["n"] % 3 == 0:
+                slow.lerp_(p, 0.5)
+                p.copy_(slow)
+        return loss
+
+
+class OfSlow(Regression):
+    def configure_optimizers(self):
+        return Slow(self.parameters(), lr=0.05)
+
+
+@pytest.mark.parametrize("store", [None, "host"])
+def test_an_optimizer_that_steps_weights_without_gradients(store):
+    found, wanted = OfSlow(), OfSlow()
+    trainer(strategy("sgd", store=store)).fit(found, loader())
+    trainer().fit(wanted, loader())
+    assert torch.equal(weights(found), weights(wanted))

@@ -121,3 +121,24 @@ def test_a_module_shows_the_mesh_that_it_was_given():
     assert module.device_mesh is None
     lightning_internals.show_mesh(module, mesh)
     assert module.device_mesh is mesh
+
+
+def test_whether_validation_follows():
+    """After the second batch and the fourth; after the last one, too, which is none of these."""
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer, module, batch, batch_idx):
+            seen.append(("begins", batch_idx, lightning_internals.validates_next(trainer)))
+
+        def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+            seen.append(("ends", batch_idx, lightning_internals.validates_next(trainer)))
+
+        def on_validation_end(self, trainer, *rest):
+            seen.append(("validation", None, lightning_internals.validates_next(trainer)))
+
+    seen = []
+    trainer(max_epochs=1, val_check_interval=2, callbacks=[Look()]).fit(Regression(), loader(5), loader(1))
+    assert [each for each in seen if each[0] != "validation"] == [
+        (what, n, what == "ends" and n in (1, 3)) for n in range(5) for what in ("begins", "ends")
+    ]
+    assert not any(due for what, _, due in seen if what == "validation")

@@ -103,6 +103,41 @@ def test_mid_epoch_with_a_loader_that_has_a_state(case, tmp_path):
         assert torch.equal(torch.stack(whole.losses[-len(resumed.losses) :]), torch.stack(resumed.losses))
 
 
+@pytest.mark.parametrize("case", ["cerebras", rare("pipedream")])
+def test_where_nothing_is_left_to_train(case, tmp_path, recwarn):
+    """Micro-batches in flight are finished, as they were without a stop."""
+    whole = Regression()
+    fit(strategy(CASES[case](3)), whole, loader(4), callbacks=[checkpoints(tmp_path, every_n_train_steps=1)])
+    resumed = Regression(network(seed=99))
+    fit(strategy(CASES[case](3)), resumed, loader(4), saved(tmp_path)[-1], callbacks=[])
+    assert torch.equal(weights(whole), weights(resumed))
+    assert not [each for each in recwarn if "other weights into the model" in str(each.message)]
+
+
+def test_where_no_batch_is_left_to_cut_the_model_by(tmp_path):
+    where = lambda method: strategy(method, module="self")  # noqa: E731
+    for method, waits in (("pb", True), ("gpipe", False)):
+        folder = tmp_path / method
+        fit(where(method), Regression(), loader(4), callbacks=[checkpoints(folder, every_n_train_steps=1)])
+        with warnings.catch_warnings(record=True) as heard:
+            warnings.simplefilter("always")
+            fit(where(method), Regression(), loader(4), saved(folder)[-1], callbacks=[])
+        told = [each for each in heard if "no batch left after the checkpoint" in str(each.message)]
+        assert bool(told) == waits
+
+
+@pytest.mark.parametrize("when", [0, 1, 3])
+def test_before_a_validation_that_drains(when, tmp_path):
+    """Lightning leaves that validation out when it resumes."""
+    drains = lambda: strategy("pb", micro_batch_size=1, drain="validation")  # noqa: E731
+    options, data = {"val_check_interval": 2}, lambda: StatefulDataLoader(dataset(4), batch_size=3)
+    whole = Regression()
+    fit(drains(), whole, data(), callbacks=[checkpoints(tmp_path, every_n_train_steps=1)], **options)
+    resumed = Regression(network(seed=99))
+    fit(drains(), resumed, data(), saved(tmp_path)[when], callbacks=[], **options)
+    assert torch.equal(weights(whole), weights(resumed))
+
+
 def test_mid_epoch_without_such_a_loader_warns(tmp_path):
     fit(strategy(), Regression(), loader(BATCHES), callbacks=[checkpoints(tmp_path, every_n_train_steps=3)])
     with pytest.warns(UserWarning, match="dataloader is not resumable"):
