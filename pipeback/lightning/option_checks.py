@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -213,13 +212,6 @@ def optimizers(found: Sequence[Any]) -> None:
         raise ValueError(
             "configure_optimizers returned LBFGS, which evaluates the loss several times per step; a pipeline "
             "cannot; use SGD or Adam"
-        )
-    if isinstance(getattr_static(found[0], "param_groups", None), property):
-        name = type(found[0]).__name__
-        raise ValueError(
-            f"configure_optimizers returned {name}, which has no groups of its own but those of an optimizer inside, "
-            f"so that it cannot be made anew for each stage; return the one inside, or train with pipeback.Pipeline(optimizer="
-            f"lambda ps: {name}(...)), which makes one per stage"
         )
 
 
