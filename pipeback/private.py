@@ -18,8 +18,8 @@
 * `keep_versions`: writes in place of which autograd is not told.
 * `wrapper`: a tensor without memory of its own, for a loss that is not there yet.
 * `catch`: a hook on a leaf without a handle to remove it by, which costs as much as a small kernel.
-* `hooks_of`, `hook_tables`, `handles`, `registered`, `listened`, `hooked`, `without_step_hooks`,
-  `innermost_step_hooks`: who listens to a module, an optimizer, or all of them.
+* `hooks_of`, `hook_tables`, `handles`, `registered`, `listened`, `hooked`, `without_step_hooks`: whether anybody
+  listens to a module, an optimizer, or all of them.
 * `styles_heard`: what `parallelize_module` does to each module. `is_distributed`: whether it has cut a weight.
 * `fused_adam`, `fused_sgd`: torch's kernels for one step of Adam or momentum SGD over lists of weights.
 * `uncompiled`: the module inside of one that torch.compile has made, or one whose own `compile` was called.
@@ -297,21 +297,6 @@ def uncompiled(module: nn.Module) -> nn.Module | None:
 def gradient_hooks(weight: Tensor) -> bool:
     """Whether someone waits for `.grad` of this weight."""
     return bool(getattr(weight, "_post_accumulate_grad_hooks", None))
-
-
-@contextmanager
-def innermost_step_hooks(
-    optimizer: torch.optim.Optimizer, before: Callable[..., None], after: Callable[..., None]
-) -> Iterator[None]:
-    """Within this context `before` is the last that hears of a step before it, and `after` the first after it."""
-    handles = optimizer.register_step_pre_hook(before), optimizer.register_step_post_hook(after)
-    with needing(f"torch.optim.Optimizer.{STEP_HOOKS[1]}"):
-        getattr(optimizer, STEP_HOOKS[1]).move_to_end(handles[1].id, last=False)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 def without_step_hooks(optimizer: Any) -> None:

@@ -223,15 +223,13 @@ class JointOptimizer:
         for stage in self._stages:
             lay_velocities(stage.optimizer, stage.weights)
             stage.weights.forget_velocities()
-        if self._own:  # the twin shares all attributes of the only one
-            pass
-        elif len(self._stages) == 1:
-            self._twin.state = self._stages[0].optimizer.state
-        else:
+        if len(self._stages) > 1:
             shared: defaultdict[Tensor, Any] = defaultdict(dict)
             for stage in self._stages:
                 shared.update({w: stage.optimizer.state[w] for w in stage.weights})
             self._twin.state = shared
+        elif not self._own:  # else the twin has all attributes of the only one
+            self._twin.state = self._stages[0].optimizer.state
         lay_state(self._twin.state, self._twin.param_groups)
         self._known = self._seen()
         for bundle in (self._weights, *(group["params"] for group in self._twin.param_groups)):

@@ -10,6 +10,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import pipeback
+from tests.helpers.wrapping import Wrapping
 from tests.laws import test_equations as equations
 from tests.laws.cases import data, network, weights
 from tests.laws.reference import Moved, Recurrence
@@ -26,6 +27,17 @@ def pushed(pipe, count):
         pipe.push(x, y)
     pipe.wait()
     return pipe
+
+
+@pytest.mark.parametrize("method", ["sgd", "pb", "pipedream"])
+@pytest.mark.parametrize("store", [None, "host"])
+def test_an_optimizer_around_another(method, store):
+    sgd = lambda ps: torch.optim.SGD(ps, 0.05, momentum=0.9)  # noqa: E731
+    found = pushed(built(lambda ps: Wrapping(sgd(ps)), method, store=store), 9)
+    wanted = pushed(built(sgd, method, store=store), 9)
+    for pipe in (found, wanted):
+        pipe.drain()
+    assert torch.equal(weights(found), weights(wanted))
 
 
 # -- who listens to steps, or overrides them ---------------------------------------------------------------------------
