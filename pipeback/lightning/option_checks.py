@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
+from inspect import getattr_static
 from typing import Any
 
 import torch
@@ -212,6 +213,13 @@ def optimizers(found: Sequence[Any]) -> None:
         raise ValueError(
             "configure_optimizers returned LBFGS, which evaluates the loss several times per step; a pipeline "
             "cannot; use SGD or Adam"
+        )
+    if isinstance(getattr_static(found[0], "param_groups", None), property):
+        name = type(found[0]).__name__
+        raise ValueError(
+            f"configure_optimizers returned {name}, which steps another optimizer inside of it, and of which no second "
+            f"one can be made for each stage; return the optimizer inside, or use pipeback.Pipeline(optimizer=lambda "
+            f"weights: {name}(...))"
         )
 
 

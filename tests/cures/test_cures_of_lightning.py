@@ -12,6 +12,7 @@ from torch import nn
 
 import pipeback
 from pipeback.lightning import PipelineMonitor, SaveWeights
+from tests.helpers.wrapping import Wrapping
 from tests.laws.cases import network
 from tests.lightning.cases import Regression, loader, strategy, trainer
 from tests.lightning.several_modules import batches
@@ -156,6 +157,18 @@ ROWS: dict[str, Row] = {
         fits(lambda: Trained(lambda m: torch.optim.LBFGS(m.parameters()))),
         "configure_optimizers returned LBFGS, which evaluates the loss several times per step.*use SGD or Adam",
         fits(lambda: Trained(lambda m: torch.optim.Adam(m.parameters()))),
+    ),
+    "an optimizer around another": Row(
+        fits(lambda: Trained(lambda m: Wrapping(torch.optim.SGD(m.parameters(), lr=0.1)))),
+        "configure_optimizers returned Wrapping, which steps another optimizer inside.*return the optimizer inside, or "
+        r"use pipeback.Pipeline\(optimizer=lambda weights: Wrapping\(...\)\)",
+        lambda: [
+            fits(lambda: Trained(lambda m: torch.optim.SGD(m.parameters(), lr=0.1)))(),
+            pipeback.Pipeline(
+                network(), loss=nn.functional.mse_loss,
+                optimizer=lambda weights: Wrapping(torch.optim.SGD(weights, lr=0.1)),
+            ).push(torch.ones(4, 6), torch.ones(4, 6)),
+        ],
     ),
     "steps of one's own": Row(
         fits(lambda: Trained(all_of, automatic=False)),
