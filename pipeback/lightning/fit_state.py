@@ -95,10 +95,10 @@ class FitState:
 
     def end(self) -> None:
         """Finish all micro-batches in flight, unless someone else has written the weights since the last step."""
-        if self.fit.later is not None and _in_flight(self.fit.later.section):
+        if self.fit.later is not None and _unfinished(self.fit.later.section):
             rank_zero_warn(
-                f"fit had no batch left after the checkpoint, by which {self.fit.found.shown} would have been cut into "
-                "stages: updates of the micro-batches that were in flight are not made; raise max_epochs or max_steps "
+                f"the checkpoint has micro-batches in flight, but {self.fit.found.shown} is cut into stages by the "
+                "first batch, and none was left to train on: their updates are not made; raise max_epochs or max_steps "
                 "to go on with them"
             )
         self.rank.end(self)
@@ -223,7 +223,7 @@ class FitState:
         self.rank.taken_up(fit, section)
 
 
-def _in_flight(section: dict[str, Any] | None) -> bool:
+def _unfinished(section: dict[str, Any] | None) -> bool:
     """Whether a section has micro-batches with work that is not done."""
     stages = [] if section is None else section["state"]["plain"]["stages"]
     return any(stage["flights"] or stage["count"] for stage in stages)

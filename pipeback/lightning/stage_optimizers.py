@@ -39,11 +39,7 @@ class StageOptimizers:
 
     def __call__(self, weights: list[Tensor]) -> torch.optim.Optimizer:
         """Make a twin over `weights`."""
-        original = self.optimizer
-        twin: Any = object.__new__(type(original))
-        twin.__dict__.update(original.__dict__)
-        twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
-        without_step_hooks(twin)  # the user's hooks hear of the original's steps
+        twin = twin_of(self.optimizer)
         # the pipeline's weights are other parameters, in the order of the user's
         mine = self.trained[len(self._made)]
         pairs = list(zip(weights, mine, strict=True)) if mine else []
@@ -133,6 +129,15 @@ class StageOptimizers:
             }
             for group in self.optimizer.param_groups
         ]
+
+
+def twin_of(optimizer: torch.optim.Optimizer) -> Any:
+    """Return another optimizer of its class, whose parameter groups and state are still to be set."""
+    twin: Any = object.__new__(type(optimizer))
+    twin.__dict__.update(optimizer.__dict__)
+    twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
+    without_step_hooks(twin)  # the user's hooks hear of the original's steps
+    return twin
 
 
 def _like(value: Any, p: Tensor) -> bool:

@@ -12,6 +12,8 @@ from pipeback.lightning.find_stages import TrainedModule
 from pipeback.stages.saved_graph import nodes
 from pipeback.tensors.structures import opened
 
+_LEAVE_OUT = "to leave a batch out, return -1 from on_train_batch_start or take it out of the data"
+
 
 def check_call(body: TrainedModule, inputs: tuple[Any, ...], named: dict[str, Any], again: bool) -> None:
     """Raise if the pipeline cannot take the arguments that the model was called with."""
@@ -39,9 +41,9 @@ def check_output(body: TrainedModule, output: Any, given: Any) -> None:
 
     given: the output of the model; None: it was not called.
     """
-    loss, out = loss_of(output), "return -1 from on_train_batch_start or take it out of the data"
+    loss = loss_of(output)
     if given is None:
-        skips = f"; to leave a batch out, {out}" if output is None else ""
+        skips = f"; {_LEAVE_OUT}" if output is None else ""
         around = "training_step, or a module around it," if "." in body.name else "training_step"
         raise ValueError(
             f"training_step did not call {body.shown}, so there is nothing for the stages to learn from; call it "
@@ -51,8 +53,8 @@ def check_output(body: TrainedModule, output: Any, given: Any) -> None:
     if not isinstance(loss, Tensor):
         raise ValueError(
             f"training_step returned {'no loss' if loss is None else f'a {type(loss).__name__}'}, but the "
-            "micro-batch has gone forward; return the loss, a 0-d tensor or a dictionary with it under 'loss' (to "
-            f"leave a batch out, {out})"
+            "micro-batch has gone forward; return the loss, a 0-d tensor or a dictionary with it under 'loss' "
+            f"({_LEAVE_OUT})"
         )
 
 

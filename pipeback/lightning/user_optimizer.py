@@ -1,19 +1,21 @@
 """The user's optimizer while stages have their own: its steps, and the clipping that the Trainer asks for.
 
-The user's optimizer steps, too, but on stand-ins without gradients. So no weight changes, whatever its class does with
-weights that have none, while hooks, profilers and schedulers see the step that they wait for.
+The user's optimizer steps, too, so that hooks, profilers and schedulers see the step that they wait for. Its class then
+steps stand-ins that have no gradient, and changes no weight, whatever it does with weights that have none.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from pipeback.private import innermost_step_hooks
+from pipeback.lightning.stage_optimizers import twin_of
 
 
 class UserOptimizer:
@@ -21,8 +23,6 @@ class UserOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
-        self._stand_ins: list[list[nn.Parameter]] = []  # those of each group
-        self._states: dict[Tensor, Any] = {}  # of those that the optimizer has given one
 
     @contextmanager
     def stepping(self, before: Callable[[], object]) -> Iterator[None]:
@@ -47,42 +47,33 @@ class UserOptimizer:
             else:
                 optimizer.step = own
 
+    @cached_property
+    def _twin(self) -> Any:
+        """An optimizer of the same class over the stand-ins: one for each weight."""
+        twin = twin_of(self.optimizer)
+        twin.state = defaultdict(dict)
+        twin.param_groups = [
+            {"params": [_stand_in(p) for p in group["params"]]} for group in self.optimizer.param_groups
+        ]
+        return twin
+
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Within this context the optimizer's class steps the stand-ins. Hooks of the step see the weights."""
-        groups, state = self.optimizer.param_groups, self.optimizer.state
-        weights = [group["params"] for group in groups]
-        if [len(ps) for ps in self._stand_ins] != [len(ps) for ps in weights]:
-            self._stand_ins = [[_stand_in(p) for p in ps] for ps in weights]
-
-        depth = 0  # a step may call the one of its base class, which has the same hooks
-
-        def put(*_: object) -> None:
-            nonlocal depth
-            depth += 1
-            if depth == 1:
-                state.update(self._states)
-                _give(groups, self._stand_ins)
-
-        def take(*_: object) -> None:
-            nonlocal depth
-            depth -= 1
-            if depth == 0:
-                _give(groups, weights)
-                self._states = {p: state.pop(p) for ps in self._stand_ins for p in ps if p in state}
-
-        with innermost_step_hooks(self.optimizer, put, take):
-            try:
-                yield
-            finally:
-                if depth:  # it has failed
-                    depth = 1
-                    take()
+        """Within this context a step of the optimizer is one of its twin. Hooks of the step see the weights."""
+        mine, theirs = self.optimizer.param_groups, self._twin.param_groups
+        _copy(mine, theirs)
+        # the last hook before a step may hand on other arguments, of which the first is the optimizer
+        handle = self.optimizer.register_step_pre_hook(lambda _, args, named: ((self._twin, *args[1:]), named))
+        try:
+            yield
+        finally:
+            handle.remove()
+        _copy(theirs, mine)  # which may count steps
 
 
-def _give(groups: list[dict[str, Any]], weights: list[Any]) -> None:
-    for group, mine in zip(groups, weights, strict=True):
-        group["params"] = mine
+def _copy(options: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:
+    for group, other in zip(options, to, strict=True):
+        other.update({k: v for k, v in group.items() if k != "params"})
 
 
 def _stand_in(p: Tensor) -> nn.Parameter:

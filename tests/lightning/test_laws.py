@@ -344,7 +344,22 @@ class OfSlow(Regression):
 
 @pytest.mark.parametrize("store", [None, "host"])
 def test_an_optimizer_that_steps_weights_without_gradients(store):
+    """The user's own optimizer steps none of them."""
     found, wanted = OfSlow(), OfSlow()
     trainer(strategy("sgd", store=store)).fit(found, loader())
     trainer().fit(wanted, loader())
     assert torch.equal(weights(found), weights(wanted))
+
+
+def test_hooks_of_a_step_see_the_weights():
+    class Heard(Regression):
+        def configure_optimizers(self):
+            made = super().configure_optimizers()
+            made.register_step_pre_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"]))
+            made.register_step_post_hook(lambda optimizer, *_: seen.append(optimizer.param_groups[0]["params"]))
+            return made
+
+    seen, module = [], Heard()
+    trainer(strategy("pb"), max_epochs=1).fit(module, loader(4))
+    assert len(seen) == 2 * 4
+    assert all(list(map(id, ps)) == list(map(id, module.parameters())) for ps in seen)

@@ -122,8 +122,11 @@ def test_where_no_batch_is_left_to_cut_the_model_by(tmp_path):
         with warnings.catch_warnings(record=True) as heard:
             warnings.simplefilter("always")
             fit(where(method), Regression(), loader(4), saved(folder)[-1], callbacks=[])
-        told = [each for each in heard if "no batch left after the checkpoint" in str(each.message)]
+        told = [each for each in heard if "none was left to train on" in str(each.message)]
         assert bool(told) == waits
+        run = trainer(where(method), max_epochs=4)
+        run.fit(Regression(), loader(4), ckpt_path=saved(folder)[-1])
+        assert run.global_step == 16
 
 
 @pytest.mark.parametrize("when", [0, 1, 3])
