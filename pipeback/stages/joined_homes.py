@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from pipeback.stages.moving_weights import moving
 from pipeback.stages.stage import Stage
 from pipeback.tensors.flat_buffer import FlatBuffer
 
@@ -37,12 +38,13 @@ class JoinedHomes:
         self.rows = first if count == 1 else [_rows(view, count, alike.nbytes) for view in first]
         self._home = None if stages[0].home.apart else _together(flats)
         homes = flats if self._home is None else self._home.divided(count)
-        for stage, slot, flat, place in zip(stages, slots, homes, self.place.divided(count), strict=True):
-            slot.move(place, flat.views)
-            stage.home.join(self, flat)
-            if self._home is not None:
-                stage.home.attach(stage.weights)
-            stage.home.look(stage.module)
+        with moving(stages):
+            for stage, slot, flat, place in zip(stages, slots, homes, self.place.divided(count), strict=True):
+                slot.move(place, flat.views)
+                stage.home.join(self, flat)
+                if self._home is not None:
+                    stage.home.attach(stage.weights)
+                stage.home.look(stage.module)
 
     def bring(self) -> int | None:
         """Copy the weights of all stages to the device, where they have memory, and return the bytes; None: the store

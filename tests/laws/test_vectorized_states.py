@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import nn
 
+from pipeback.streaming.store import HostStore
 from tests.helpers.choice import mostly_rare
-from tests.laws.as_one import S, doubles, model, same, trained
+from tests.laws.as_one import S, block, doubles, model, same, trained
 from tests.laws.cases import CASES, STEADY, everything, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -67,6 +68,34 @@ def test_a_state_of_the_event_loop_goes_on_as_one(case):
         for x, y in some[11:]:
             each.push(x, y)
     same([weights(pipe)], [weights(plain)])
+
+
+def two_forms():
+    """Stages of the same layers, of which some are given (N, 6), and others (N, 1, 6)."""
+    torch.manual_seed(0)
+    odd, last = nn.Sequential(block(), nn.Unflatten(1, (1, 6))), nn.Sequential(nn.Flatten(), nn.Linear(6, 6))
+    return nn.Sequential(nn.Linear(6, 6), block(), block(), odd, block(), block(), last).double()
+
+
+@pytest.mark.parametrize("case", mostly_rare(STEADY, "cerebras", "pb", "pipedream", "pipemare-t3"))
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_state_goes_on_where_stages_are_divided_again(case, streamed):
+    """Graphs in flight follow weights that move in memory, where only the next push tells which stages are alike."""
+    method = CASES[case](S)
+    if streamed and (not any(method.delays(S)) or method.fixed_groups):
+        pytest.skip("with a store, no flushes or groups")
+    some = doubles(30)
+    plain = pipeline(two_forms(), CASES[case](S))
+    for x, y in some[:11]:
+        plain.push(x, y)
+    pipe = pipeline(two_forms(), CASES[case](S), vectorize=True, store=HostStore(prefetch=S) if streamed else None)
+    pipe.load_state_dict(plain.state_dict())
+    for each in (plain, pipe):
+        for x, y in some[11:]:
+            each.push(x, y)
+        each.drain()
+    assert any(told.startswith("as ") for told in pipe.vectorized.values())
+    same([everything(pipe)], [everything(plain)])
 
 
 def test_a_state_of_stages_that_do_not_fit():

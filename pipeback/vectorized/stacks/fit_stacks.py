@@ -273,14 +273,13 @@ def _by_kind(stack: Stack, values: Mapping[int, Any], shaper: Shaper) -> list[St
         return [stack]
     kinds: dict[Any, list[Stage]] = {}
     for stage in stack.stages:
-        came, went = (_form(values.get(s)) for s in (stage.index, stage.index + 1))
-        like = next((kind for kind in kinds if kind[0] == came), None) if went is None else None  # the last stage
-        kinds.setdefault(like or (came, went), []).append(stage)
+        came, went = (_form(values[s]) for s in (stage.index, stage.index + 1))
+        kinds.setdefault((came, went), []).append(stage)
     return [stack] if len(kinds) == 1 else [shaper.stack(some) for some in kinds.values()]
 
 
 def _form(x: Any) -> Any:
-    return None if x is None else (type(x) is tuple, *((v.shape, v.dtype) for v in leaves(x)))
+    return (type(x) is tuple, *((v.shape, v.dtype) for v in leaves(x)))
 
 
 def _learn(stack: Stack, seen: StageInputs) -> None:

@@ -33,7 +33,10 @@ class StageInputs:
             ends = leaves(out)
             # the last stage may be compiled, and inductor keeps no graph for later
             self._reached[stage.index] = [_reached(y, own, again=y is not ends[-1]) for y in ends]
-        return tuple(v.detach() for v in out) if type(out) is tuple else out.detach()
+        found: Value = tuple(v.detach() for v in out) if type(out) is tuple else out.detach()
+        if not stage.last:
+            self.values[stage.index + 1] = found  # the next stage may be of another rank
+        return found
 
     def returned(self, s: int) -> list[bool] | None:
         """Return which tensors of the input of a stage get a gradient back; None if that is not known."""

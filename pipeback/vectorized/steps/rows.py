@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from pipeback.stages.joined_homes import JoinedHomes
+from pipeback.stages.moving_weights import moving
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.steps.adam_rows import STEP
 from pipeback.vectorized.steps.row_tensors import RowTensors
@@ -58,13 +59,14 @@ class Rows:
         if len(self.stages) == 1:
             return [p.data for p in self.stages[0].module.parameters()]
         found = []
-        for same in zip(*(list(stage.module.parameters()) for stage in self.stages), strict=True):
-            whole = torch.stack([p.data for p in same])
-            for p, row in zip(same, whole.unbind(), strict=True):
-                p.data = row
-            found.append(whole)
-        for stage in self.stages:
-            stage.moved()
+        with moving(self.stages):
+            for same in zip(*(list(stage.module.parameters()) for stage in self.stages), strict=True):
+                whole = torch.stack([p.data for p in same])
+                for p, row in zip(same, whole.unbind(), strict=True):
+                    p.data = row
+                found.append(whole)
+            for stage in self.stages:
+                stage.moved()
         return found
 
     def _buffers(self) -> list[Tensor]:
@@ -80,9 +82,10 @@ class Rows:
     def lay(self, change: Callable[[Tensor], Tensor]) -> None:
         """Lay the weights of a single stage in memory as this function does."""
         (stage,) = self.stages
-        for p in stage.module.parameters():
-            p.data = change(p.data)
-        stage.moved()
+        with moving(self.stages):
+            for p in stage.module.parameters():
+                p.data = change(p.data)
+            stage.moved()
         if stage.versions.scratch is not None:
             stage.versions.lay([torch.empty_like(p) for p in stage.params])
         self._take(self._whole())
