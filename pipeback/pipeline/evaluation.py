@@ -49,6 +49,7 @@ class Evaluation:
     ) -> None:
         """Give `take` the output, y and number of samples of each `size` samples; count: also if size is None."""
         engine = self._engine
+        through = engine.casting.around(self._through_each)
         with engine.lock, unrecorded():
             engine.wait()
             try:
@@ -58,9 +59,9 @@ class Evaluation:
                     batches = engine.entrance.held_out(x, y, size, engine.wait)
                 for x, y, samples in batches:
                     if isinstance(engine.runtime, RankRunner):
-                        found = engine.do(partial(engine.runtime.relay, x, self._through_each, back=True))
+                        found = engine.do(partial(engine.runtime.relay, x, through, back=True))
                     else:
-                        found = self._through_each(engine.stages, x)
+                        found = through(engine.stages, x)
                     output = engine.entrance.leave(found, x, training=False)
                     take(output, to_device(engine.stages[-1].device, y), samples)
                 engine.ranks.meet("evaluate()")
