@@ -75,14 +75,13 @@ class StagesAhead:
         try:
             with slices.heard():
                 slices.begin(0)
-                ticks = self._ticks(slices, expected)
-                if ticks and fit.pipe is not None and not fit.pipe.together(len(cut), expected=expected):
-                    slices.run_ahead()
-                apart = not ticks and (fit.store is None or not fit.at_once(len(cut), expected))
-                if not apart:
-                    slices.begin_all()
-            if apart:
+            ticks = self._ticks(slices, expected)  # which may take up a state, and the weights out of the module
+            if ticks and fit.pipe is not None and not fit.pipe.together(len(cut), expected=expected):
+                slices.run_ahead()
+            if not ticks and (fit.store is None or not fit.at_once(len(cut), expected)):
                 return self._apart(slices, one, expected)
+            with slices.heard():
+                slices.begin_all()
             return self._by_ticks(slices, expected) if ticks else self._by_stages(slices, expected)
         finally:
             slices.end()
