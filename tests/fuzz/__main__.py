@@ -1,7 +1,9 @@
-"""Replay one program, as a failing search prints it, or search on.
+"""Replay one program or fit, as a failing search prints it, or search on.
 
 python -m tests.fuzz "Program(...)"
+python -m tests.fuzz "Fit(...)"
 python -m tests.fuzz --seconds 1200
+python -m tests.fuzz --fits --seconds 1200      # under Lightning, on one device and on two
 python -m tests.fuzz --revert "a velocity that was cleared"     # until the search finds it
 python -m tests.fuzz --revert "the store of the ranks has no secret" --fault "a stranger who …"     # must fail
 """
@@ -9,6 +11,7 @@ python -m tests.fuzz --revert "the store of the ranks has no secret" --fault "a 
 import argparse
 import sys
 import traceback
+from functools import partial
 
 import pytest
 
@@ -18,11 +21,14 @@ from .reverts import REVERTS, take_back
 def main() -> int:
     """1 where a program has failed; with a revert, where none has, be it of the search or one that is to show it."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
-    parser.add_argument("program", nargs="?", help="a program to replay")
+    parser.add_argument("program", nargs="?", help="a program or fit to replay")
+    parser.add_argument("--fits", action="store_true", help="search for fits, not for programs")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long new seeds are searched")
     parser.add_argument("--revert", choices=list(REVERTS), help="a mending to take back in the library")
     parser.add_argument("--fault", help="a program of tests/fuzz/faults to run instead of a search")
     given = parser.parse_args()
+    if given.fits or (given.program or "").startswith("Fit("):
+        return _fits(given.program, given.seconds)
     if given.revert:
         take_back(given.revert)
     from .check import check  # which imports the library
@@ -47,6 +53,30 @@ def main() -> int:
             if given.revert:
                 break
     return int(failed) ^ int(bool(given.revert))
+
+
+def _fits(one: str | None, seconds: float) -> int:
+    """As `main`, for fits under Lightning."""
+    from tests.processes.crew import Crew
+
+    from .fits.check import check
+    from .fits.draw import fits
+    from .fits.fit import Fit
+    from .search import fresh, search_for
+
+    failed = False
+    with Crew(2) as crew:
+        if one:
+            check(eval(one, {"Fit": Fit}), crew)
+            print("as it should be")
+            return 0
+        for number in fresh(seconds, 40, "fits"):
+            try:
+                search_for(fits(), partial(check, crew=crew), number, 40)
+            except Exception:
+                traceback.print_exc()
+                failed = True
+    return int(failed)
 
 
 def shown(name: str) -> int:

@@ -84,13 +84,14 @@ def _close(found: Seen, wanted: Seen, tolerance: float, what: str) -> None:
     for (at, value), (_, other) in zip(found, wanted, strict=True):
         assert value.shape == other.shape, f"call {at}: shape {tuple(value.shape)}, by {what} {tuple(other.shape)}"
         if tolerance:
-            off = _off(value, other)
-            assert off <= tolerance, f"call {at}: off by {off:.2g} from {what}"
+            distance = off(value, other)
+            assert distance <= tolerance, f"call {at}: off by {distance:.2g} from {what}"
         else:
-            assert torch.equal(value, other), f"call {at}: off by {_off(value, other):.2g} from {what}"
+            assert torch.equal(value, other), f"call {at}: off by {off(value, other):.2g} from {what}"
 
 
-def _off(value: Any, other: Any) -> float:
+def off(value: Any, other: Any) -> float:
+    """How far two tensors are apart, of their size; not finite where only one of them is finite."""
     value, other = value.double(), other.double()
     if not (value.isfinite().all() and other.isfinite().all()):
         return 0.0 if torch.equal(value.isfinite(), other.isfinite()) else float("inf")

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from hypothesis import HealthCheck, Phase, given, note, seed, settings
+from hypothesis.strategies import SearchStrategy
 
 from .check import check
-from .program import Program
 from .strategies import programs
 
 
@@ -19,6 +19,13 @@ def search(number: int, count: int, shrink: bool = True, **where: Any) -> None:
 
     shrink: False: it may be larger, and comes sooner. where: see `programs`.
     """
+    search_for(programs(**where), check, number, count, shrink)
+
+
+def search_for(
+    drawn: SearchStrategy[Any], check: Callable[[Any], None], number: int, count: int, shrink: bool = True
+) -> None:
+    """The same for what `drawn` draws, each with a `command` that replays it."""
 
     @seed(number)
     @settings(
@@ -29,18 +36,18 @@ def search(number: int, count: int, shrink: bool = True, **where: Any) -> None:
         suppress_health_check=list(HealthCheck),
         print_blob=False,
     )
-    @given(programs(**where))
-    def run(program: Program) -> None:
-        note(program.command)
-        check(program)
+    @given(drawn)
+    def run(one: Any) -> None:
+        note(one.command)
+        check(one)
 
     run()
 
 
-def fresh(seconds: float, count: int = 100) -> Iterator[int]:
+def fresh(seconds: float, count: int = 100, what: str = "programs") -> Iterator[int]:
     """New seeds, for so long; each is printed."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         number = secrets.randbelow(10**9)
-        print(f"seed {number}, {count} programs", flush=True)
+        print(f"seed {number}, {count} {what}", flush=True)
         yield number

@@ -1,0 +1,19 @@
+"""Fits that showed a fault once, each under what went wrong."""
+
+from .fit import Fit
+
+AS_ONE = {"devices": 2, "vectorize": "auto"}
+FAULTS = {
+    "over devices, stages that run as one were validated without the fit's autocast": Fit(
+        kind="own", samples=13, batch=3, size=3, validate=1, runtime=AS_ONE, precision="bf16-mixed"
+    ),
+    "over devices, a traced model that runs as one did not go on from a checkpoint": Fit(
+        kind="body", stages=5, size=3, epochs=3, resume=0, runtime=AS_ONE
+    ),
+    "gradients of what was in flight were of old weights where stages were divided again": Fit(
+        kind="pair", stages=8, samples=24, size=2, resume=0, other={"vectorize": True}
+    ),
+    "a store gave no memory to what was in flight where stages were divided again": Fit(
+        kind="pair", stages=8, samples=24, size=2, resume=0, other={"vectorize": True, "store": "host", "ahead": 8}
+    ),
+}
