@@ -324,12 +324,12 @@ class Stage:
         finally:
             self.call = before
 
-    def join(self, stack: StageStack) -> None:
-        """Run as one with the other stages of this stack, which is compiled instead of the stage."""
-        self.stack, self.call = stack, self.module
+    def join(self, stack: StageStack, call: Callable[[Value], Value]) -> None:
+        """Run as one with the other stages of this stack, and by `call` where it runs alone."""
+        self.stack, self.call = stack, call
 
     def leave_stack(self, call: Callable[[Value], Value]) -> None:
-        """Run alone again, by `call`."""
+        """Run alone from now on, by `call`."""
         self.stack, self.call = None, call
 
     def put_state(self, state: State) -> None:

@@ -235,3 +235,28 @@ def test_stages_that_run_as_one(method):
         found.append(flat(pipe.model))
         pipe.close()
     torch.testing.assert_close(*found, rtol=0, atol=1e-10)
+
+
+def counting():
+    """Its forward changes a buffer, so that it cannot run as one, and its weight is a function of others."""
+    torch.manual_seed(0)
+    layer = lambda: nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))  # noqa: E731
+    return nn.Sequential(*[nn.Sequential(layer(), nn.BatchNorm1d(WIDTH)) for _ in range(4)]).double()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_what_cannot_run_as_one_still_makes_them_anew(autocast, again):
+    """With the bits of the event loop. again: of micro-batches of two forms."""
+    found = []
+    for vectorize in (False, "auto"):
+        model = counting().float() if autocast else counting()
+        pipe = pipeline(model, vectorize=vectorize)
+        for n, (x, y) in enumerate(pairs(14)):
+            x, y = (v.to(model[0][0].bias.dtype)[: 2 if again and n % 4 == 3 else 3] for v in (x, y))
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                pipe.push(x, y)
+        pipe.drain()
+        found.append(everything(pipe))
+    assert any("changes a buffer" in told for told in pipe.vectorized.values())
+    assert torch.equal(*found)

@@ -49,7 +49,7 @@ class Shaper(NamedTuple):
             fuse = stack.maker.fuse
             stack.maker.fuse = CudaGraphed if fuse is None else partial(_graphed, fuse)
         for stage in stages:  # the stack is compiled, not its stages
-            stage.join(stack)
+            stage.join(stack, stage.module if isinstance(stage.call, compiled.Compiled) else stage.call)
         return stack
 
 

@@ -155,8 +155,8 @@ def _chosen(every: Sequence[Stack], kept: Sequence[Stack], reasons: Reasons, ask
         stack.told = reasons
         if stack not in kept:
             stack.settle(last=False)  # one by one, stages get inputs as they are
-            for stage, call in zip(stack.stages, stack.calls, strict=True):
-                stage.leave_stack(call)
+            for stage in stack.stages:
+                stage.leave_stack(stack.call_of(stage))
     return list(kept)
 
 

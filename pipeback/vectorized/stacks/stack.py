@@ -19,7 +19,7 @@ from torch import Tensor
 from pipeback.counts import numbered
 from pipeback.runtime.link import Name, StageLink
 from pipeback.schedules.order import Ops
-from pipeback.stages.compiled import Options
+from pipeback.stages.compiled import Compiled, Options
 from pipeback.stages.flight import Flight
 from pipeback.stages.stage import Stage
 from pipeback.stages.tracing_lock import TRACING
@@ -59,8 +59,7 @@ class Stack:
         self.numbers = [stage.index for stage in stages]
         self.stash: WeightRing | VersionRing | None = None  # allocated when a tick first needs it
         self.spare: list[Tensor] = []  # memory for the weights, allocated likewise
-        # the calls of the stages one by one
-        self.calls = [stage.call if stage.stack is None else stage.stack.call_of(stage) for stage in stages]
+        self._apart = [stage.call if stage.stack is None else stage.stack.call_of(stage) for stage in stages]
         self._row_of = {s: r for r, s in enumerate(self.numbers)}
         self.rows = Rows(stages)
         self.plan = StepPlan(self.rows)
@@ -90,7 +89,8 @@ class Stack:
 
     def call_of(self, stage: Stage) -> Callable[[Any], Any]:
         """Return the call of one of the stages by itself."""
-        return self.calls[self._row_of[stage.index]]
+        call = self._apart[self._row_of[stage.index]]
+        return call if isinstance(call, Compiled) else stage.call  # which computes functions of weights anew since then
 
     @property
     def one_kind(self) -> Kind | None:
