@@ -233,15 +233,22 @@ def _batch(s: int, S: int) -> list[nn.Module]:
     return [nn.Linear(WIDTH, WIDTH), nn.Tanh()]
 
 
+def _normed(s: int, S: int) -> list[nn.Module]:
+    """Functions of weights, of stages that cannot run as one."""
+    layer = nn.utils.parametrizations.weight_norm(nn.Linear(WIDTH, WIDTH))
+    return [layer, nn.Dropout(0.2), nn.Tanh()]
+
+
 MODELS: dict[str, Callable[[int, int], list[nn.Module]]] = {
     "linear": _linear, "alike": _alike, "mixed": _mixed, "residual": _residual, "convolutional": _convolutional,
     "depthwise": _depthwise, "named": _named, "weighed": _weighed, "spare": _spare, "frozen": _frozen,
     "in place": _in_place, "narrow": _narrow, "dropping": _dropping, "batch": _batch, "unused": _unused,
     "scaled": _scaled, "tied": _tied, "turned": _turned, "indices": _indices, "sparse": _sparse, "gated": _gated,
-    "bounded": _bounded,
+    "bounded": _bounded, "normed": _normed,
 }  # fmt: skip
 FOLLOWED = ("followed", "counted")  # forms
-RANDOM = ("dropping", "batch", "bounded")
+DRAWING = ("dropping", "normed")
+RANDOM = (*DRAWING, "batch", "bounded")
 WHOLE = ("indices", "sparse")  # which take x (N,) of whole numbers below 9
 # whose stages may run as one
 ALIKE = (

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from .cases import OPTIMIZERS
-from .models import LOSSES, build, stages
+from .models import DRAWING, LOSSES, build, stages
 from .program import CLEARED, Program, Seen
 
 
@@ -18,7 +18,7 @@ def is_plain(program: Program) -> bool:
     return (
         program.method == "sgd"
         and set(program.options) <= {"check_finite", "weights"}
-        and program.model != "dropping"
+        and program.model not in DRAWING
         and program.form not in ("meta", "counted")
         and not (program.optimizer == "counter" and ("load",) in program.calls)  # a copy of one forgets its count
     )

@@ -218,5 +218,7 @@ def _programs(draw: st.DrawFn, fixed: dict[str, Any], call: str) -> Program:
         # what is in host memory is not made anew
         for options in (found["options"], found["runtime"]):
             options.pop("activations", None)
+    if found["model"] == "normed" and found["runtime"].get("activations") == "host":  # likewise
+        found["runtime"] = {k: v for k, v in found["runtime"].items() if k != "activations"}
     found["calls"] = draw(_calls(found, call))
     return Program(**found)

@@ -8,7 +8,7 @@ from typing import Any
 from hypothesis import strategies as st
 
 from tests.fuzz.cases import EACH_PUSH, METHODS, most_workers, optimizers
-from tests.fuzz.models import ALIKE, MODELS
+from tests.fuzz.models import ALIKE, DRAWING, MODELS
 from tests.fuzz.strategies import often
 
 from .fit import Fit
@@ -97,7 +97,7 @@ def _allowed(fit: Fit) -> Fit:
         }  # weights of stages as one are not the module's, and those of several devices are not all here
     if {"late noise", "between"} & quirks:
         quirks -= {"noise"}  # one generator, and two places that draw from it in another order
-    if fit.model == "dropping":
+    if fit.model in DRAWING:
         quirks -= {"late noise"}
     if "masters" in runtime:
         runtime.pop("vectorize", None) if runtime.get("vectorize") else None

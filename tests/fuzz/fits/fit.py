@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from tests.fuzz.cases import METHODS
-from tests.fuzz.models import WHOLE, WIDTH
+from tests.fuzz.models import DRAWING, WHOLE, WIDTH
 
 Batch = dict[str, torch.Tensor]
 
@@ -92,7 +92,7 @@ class Fit:
     def is_plain(self) -> bool:
         """Whether it is what Lightning does without a pipeline, to the bit."""
         alone = self.size is None and self.accumulate == 1 and self.clip is None and self.reference is None
-        return self.method == "sgd" and alone and not self.ema and self.model != "dropping" and self.drain == "end"
+        return self.method == "sgd" and alone and not self.ema and self.model not in DRAWING and self.drain == "end"
 
     @property
     def is_left(self) -> bool:
