@@ -19,8 +19,9 @@ MODELS_OF_FITS = [n for n in MODELS if n not in ("bounded", "spare", "weighed", 
 
 
 def _devices(method: str, stages: int) -> int:
-    """The most that a fit may have: two, or as many as have their parts of the stages."""
-    return 2 if stages >= 2 * METHODS[method].library(stages).chunks else 1
+    """The most that a fit may have: two, or as many as have their parts of the stages, which are neighbours."""
+    library = METHODS[method].library(stages)
+    return 2 if stages >= 2 * library.chunks and getattr(library, "placement", "") != "v" else 1
 
 
 @st.composite
@@ -47,7 +48,8 @@ def _runtime(draw: st.DrawFn, method: str, stages: int) -> dict[str, Any]:
 def _other(draw: st.DrawFn, method: str, stages: int, fit: Fit) -> dict[str, Any]:
     """Options with which it goes on. Stages that were as one go on as one, on as many devices."""
     if fit.as_one:
-        return {**fit.runtime, **draw(st.sampled_from([{}, {"store": "host"}, {"store": "disk"}]))}
+        room = {"ahead": 8}  # for all stages that were as one
+        return {**fit.runtime, **draw(st.sampled_from([{}, {"store": "host"} | room, {"store": "disk"} | room]))}
     one = [{}, {"store": "host"}, {"store": "disk"}]
     one += [] if "look" in fit.quirks else [{"vectorize": "auto"}]
     one += [{"workers": 2}] if METHODS[method].library(stages).chunks == 1 and most_workers(method, stages) > 1 else []
@@ -91,6 +93,8 @@ def _allowed(fit: Fit) -> Fit:
     """Without what does not go together, as the documentation says."""
     quirks, runtime = set(fit.quirks), dict(fit.runtime)
     away = any(options.get("devices", 1) > 1 or "store" in options for options in (runtime, fit.goes_on_with))
+    if any(options.get("devices", 1) > 1 for options in (runtime, fit.goes_on_with)):
+        quirks -= {"dropout"}  # a fault that is known and not yet mended: stages of several devices do not hear of it
     if fit.as_one or any(options.get("devices", 1) > 1 for options in (runtime, fit.goes_on_with)):
         quirks -= {
             "look"
