@@ -49,8 +49,6 @@ def _graphs(stage: Stage) -> dict[int, _Graph]:
 def _make_anew(stage: Stage, graphs: Mapping[int, _Graph]) -> None:
     if not graphs:
         return
-    if not graphs:
-        return
     around, now = untouched(stage.module), Settings.of(stage.module)
     with _there(stage), torch.enable_grad():
         for mb, (flight, plain, tensors) in graphs.items():

@@ -39,9 +39,7 @@ def check(fit: Fit, crew: Crew) -> None:
         return
     for seen in found:
         _close(seen, wanted[0], within, "the event loop")
-    if fit.resume is not None and (
-        fit.is_left or fit.kind == "model"
-    ):  # else what is in flight is lost, with a warning
+    if fit.goes_on:
         for seen in _resumed(fit, crew):
             _close(_tail(seen, found[0]), found[0], within, "a fit that was not stopped")
     if loop.is_plain and not loop.runtime:

@@ -21,7 +21,7 @@ MODELS_OF_FITS = [n for n in MODELS if n not in ("bounded", "spare", "weighed", 
 def _devices(method: str, stages: int) -> int:
     """The most that a fit may have: two, or as many as have their parts of the stages, which are neighbours."""
     library = METHODS[method].library(stages)
-    return 2 if stages >= 2 * library.chunks and getattr(library, "placement", "") != "v" else 1
+    return 2 if stages >= 2 * library.chunks and library.placement != "v" else 1
 
 
 @st.composite
@@ -92,21 +92,19 @@ def fits(draw: st.DrawFn) -> Fit:
 def _allowed(fit: Fit) -> Fit:
     """Without what does not go together, as the documentation says."""
     quirks, runtime = set(fit.quirks), dict(fit.runtime)
-    away = any(options.get("devices", 1) > 1 or "store" in options for options in (runtime, fit.goes_on_with))
-    if any(options.get("devices", 1) > 1 for options in (runtime, fit.goes_on_with)):
+    options = (runtime, fit.goes_on_with)
+    several = any(some.get("devices", 1) > 1 for some in options)
+    away = several or any("store" in some for some in options)
+    if several:
         quirks -= {"dropout"}  # a fault that is known and not yet mended: stages of several devices do not hear of it
-    if fit.as_one or any(options.get("devices", 1) > 1 for options in (runtime, fit.goes_on_with)):
-        quirks -= {
-            "look"
-        }  # weights of stages as one are not the module's, and those of several devices are not all here
+    if several or fit.as_one:
+        quirks -= {"look"}  # stages as one have other weights than the module, and no device has all
     if {"late noise", "between"} & quirks:
         quirks -= {"noise"}  # one generator, and two places that draw from it in another order
     if fit.model in DRAWING:
         quirks -= {"late noise"}
     if "masters" in runtime:
-        runtime.pop("vectorize", None) if runtime.get("vectorize") else None
-        runtime.pop("store", None)
-        runtime.pop("ahead", None)
+        runtime = {name: v for name, v in runtime.items() if name not in ("vectorize", "store", "ahead")}
     return replace(
         fit, quirks=tuple(sorted(quirks)), runtime=runtime, ema=fit.ema and not away,
         twice=fit.twice and fit.resume is None and not away,

@@ -95,10 +95,14 @@ class Fit:
         return self.method == "sgd" and alone and not self.ema and self.model not in DRAWING and self.drain == "end"
 
     @property
-    def is_left(self) -> bool:
-        """Whether a batch is left to train on where it goes on."""
+    def goes_on(self) -> bool:
+        """Whether it is to go on from a checkpoint: without a batch that is left, a model that the first batch cuts
+        loses what is in flight, with a warning.
+        """
+        if self.resume is None:
+            return False
         batches = -(-self.samples // self.batch) * self.epochs
-        return self.resume is not None and (self.resume + 1) * self.accumulate < batches
+        return self.kind == "model" or (self.resume + 1) * self.accumulate < batches
 
     def library(self) -> Any:
         return METHODS[self.method].library(self.stages)
