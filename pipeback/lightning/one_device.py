@@ -13,10 +13,10 @@ from torch import nn
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit import Fit
 from pipeback.lightning.fit_state import FitState, without
-from pipeback.lightning.step_twin import CopiedModes
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.runtime.runners import Answer
 from pipeback.splitting.split import Split
+from pipeback.stages.module_settings import Mirror
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.tensors import meta
 
@@ -31,7 +31,7 @@ class OneDevice:
         self._absent = meta.absent(found.module)  # whether the model had no values when fit began
         self._params: list[nn.Parameter] = []  # of the module, once it is trained
         self._versions: list[int] = []  # their counters of writes after the last step
-        self._modes = CopiedModes()  # where stages have modules of their own
+        self._mirror: Mirror | None = None  # where stages have modules of their own
 
     # -- F, B and U ----------------------------------------------------------------------------------------------
 
@@ -49,7 +49,7 @@ class OneDevice:
         known: dict[int, Any] = {id(t): t for t in (*module.parameters(), *module.buffers())}
         known |= {id(p): nn.Parameter(p.data, requires_grad=False) for p in frozen}
         copied = step.apart({**known, id(step.module.trainer): step.module.trainer})
-        self._modes = CopiedModes(list(zip(module.modules(), copied.modules(), strict=True))[1:])
+        self._mirror = Mirror([list(each.modules())[1:] for each in (module, copied)])
         return copied
 
     def trained(self, split: Split) -> list[list[nn.Parameter]]:
@@ -73,9 +73,9 @@ class OneDevice:
 
     def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any]:
         assert fit.pipe is not None
-        if self._modes.odd():
+        if self._mirror is not None and self._mirror.changed():
             with fit.quiet():
-                self._modes.follow()
+                self._mirror.follow()
         return fit.pipe.forward_many(xs, expected=expected, judge=judge)
 
     def forget(self, pipe: Pipeline) -> None:

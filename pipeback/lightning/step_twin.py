@@ -8,7 +8,7 @@ twin has copies of them.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -76,22 +76,6 @@ def refresh(twin: LightningModule, module: LightningModule, copies: Copies | Non
     left_out = OWN if copies is None else OWN | HELD
     now = {key: value for key, value in vars(module).items() if key not in left_out and "hook" not in key}
     vars(twin).update(now if copies is None else {key: copies.standing_for(key, each) for key, each in now.items()})
-
-
-class CopiedModes:
-    """The training modes of modules and of their copies. pairs: a module of the user's, and its copy."""
-
-    def __init__(self, pairs: Iterable[tuple[nn.Module, nn.Module]] = ()) -> None:
-        self._pairs = list(pairs)
-
-    def odd(self) -> bool:
-        """Whether a copy has another mode."""
-        return any(mine.training != theirs.training for mine, theirs in self._pairs)
-
-    def follow(self) -> None:
-        """Give the copies the modes of the user's modules."""
-        for mine, theirs in self._pairs:
-            theirs.training = mine.training
 
 
 @contextmanager

@@ -52,6 +52,7 @@ CASES = {
     ),
     "spectrain, drained": dict(method="spectrain", given={"drain": "validation"}, val_check_interval=0.5),
     "pb, in float64": dict(precision="64-true"),
+    "pb, dropout set": dict(callbacks=[ranks.Dropout()]),
     "cerebras, from host memory": dict(method="cerebras", given={"store": "host"}),
     "gpipe, slices, from host memory": dict(method="gpipe", given={**SLICES, "store": "host"}),
 }
@@ -61,7 +62,7 @@ CASES = {
     [(kind, case) for kind in KINDS for case in CASES if kind in KINDS[:3] or "on three" not in case],
     (Convolutions, "cerebras, slices, clipped"), (ValidatedHeads, "pipedream on three, sanity checked"),
     (ValidatedAutoencoder, "gpipe, slices, accumulated"), (Teacher, "spectrain, drained"), (Weighted, "pb"),
-    (Child, "pb, in float64"), (FrozenBetween, "cerebras, slices, clipped"),
+    (Child, "pb, in float64"), (Teacher, "pb, dropout set"), (FrozenBetween, "cerebras, slices, clipped"),
 ))  # fmt: skip
 def test_devices_are_one_device(kind, case, crew):
     options = dict(CASES[case])

@@ -36,7 +36,9 @@ pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.usefixtures("sma
 STORES = {"host": lambda folder: "host", "ahead": lambda folder: HostStore(prefetch=3), "disk": "disk:{}".format}
 CASES = {
     "pb": {},
-    "gpipe, slices, accumulated": dict(method="gpipe", given=SLICES, accumulate_grad_batches=2),
+    "gpipe, slices, accumulated, dropout set": dict(
+        method="gpipe", given=SLICES, accumulate_grad_batches=2, callbacks=[ranks.Dropout()]
+    ),
     "cerebras, slices, clipped": dict(method="cerebras", given=SLICES, gradient_clip_val=0.1),
     "pipedream, sanity checked": dict(method="pipedream", given={"stages": "layer"}, num_sanity_val_steps=2),
     "spectrain, drained": dict(method="spectrain", given={"drain": "validation"}, val_check_interval=0.5),
@@ -47,9 +49,9 @@ CASES = {
 @pytest.mark.parametrize(("kind", "case", "store"), mostly_rare(
     [(kind, case, store) for kind in KINDS for case in CASES for store in STORES],
     (Convolutions, "cerebras, slices, clipped", "host"), (ValidatedHeads, "pipedream, sanity checked", "disk"),
-    (ValidatedAutoencoder, "gpipe, slices, accumulated", "ahead"), (Teacher, "spectrain, drained", "disk"),
+    (ValidatedAutoencoder, "gpipe, slices, accumulated, dropout set", "ahead"), (Teacher, "spectrain, drained", "disk"),
     (Weighted, "pb", "host"), (Child, "gpipe, recomputed, in float64", "disk"),
-    (FrozenBetween, "gpipe, slices, accumulated", "host"),
+    (FrozenBetween, "gpipe, slices, accumulated, dropout set", "host"),
 ))  # fmt: skip
 def test_streamed_is_resident(kind, case, store, tmp_path):
     options, given = CASES[case], CASES[case].get("given", {})

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from pipeback.lightning.call_override import Fronts
 from pipeback.lightning.find_stages import TrainedModule
-from pipeback.lightning.step_twin import CopiedModes
 from pipeback.splitting.split import Split
+from pipeback.stages.module_settings import Mirror
 from pipeback.tensors import copies, meta
 
 
@@ -56,8 +56,10 @@ class ModuleShell:
         self._values = _tensors(found.module)  # that stages have
         self._freed = [*self._values.values()]
         self._places = {name: _place(tensor) for name, tensor in self._values.items()}
-        pairs = list(zip(found.module.modules(), self.copy.modules(), strict=True))
-        self.modes = CopiedModes(pairs if self.step is None else pairs[1:])  # a twin follows by itself
+        modules = [list(each.modules()) for each in (found.module, self.copy)]
+        self.set_like = Mirror(
+            modules if self.step is None else [each[1:] for each in modules]
+        )  # a twin follows by itself
 
     def cut(self, split: Split) -> None:
         """Hear of the stages: what of a LightningModule is in none of them stays as it is."""

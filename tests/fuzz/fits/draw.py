@@ -95,8 +95,6 @@ def _allowed(fit: Fit) -> Fit:
     options = (runtime, fit.goes_on_with)
     several = any(some.get("devices", 1) > 1 for some in options)
     away = several or any("store" in some for some in options)
-    if several:
-        quirks -= {"dropout"}  # a fault that is known and not yet mended: stages of several devices do not hear of it
     if several or fit.as_one:
         quirks -= {"look"}  # stages as one have other weights than the module, and no device has all
     if {"late noise", "between"} & quirks:
