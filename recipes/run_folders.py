@@ -68,7 +68,15 @@ def _written(folder: Path) -> bool:
 
 def config_in(folder: Path) -> Mapping[str, Any]:
     """The configuration of the run in a folder; {} if there is none."""
-    file = folder / "config.yaml"
+    return _read(folder / "config.yaml")
+
+
+def facts_in(folder: Path) -> Mapping[str, Any]:
+    """The facts of the run in a folder; {} if there are none."""
+    return _read(folder / "hparams.yaml")
+
+
+def _read(file: Path) -> Mapping[str, Any]:
     try:
         found = yaml.safe_load(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (yaml.YAMLError, UnicodeDecodeError):

@@ -121,8 +121,8 @@ def sweep(jobs: Sequence[Job], config: Mapping[str, Any], words: Sequence[str], 
     notes = table.notes(told_of, config["batch_size"] if several else None)
 
     def write() -> None:
-        rows = table.rows_of(jobs, reference)
-        table.save(file, table.Results(told, config["name"], facts, notes, rows))
+        rows, made = table.rows_of(jobs, reference), table.facts_of(jobs, facts)
+        table.save(file, table.Results(told, config["name"], made, notes, rows))
 
     began = time.perf_counter()
     with Live({job.out: job.name for job in todo}, console):

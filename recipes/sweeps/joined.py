@@ -6,12 +6,10 @@ the same options, no run is there twice, and their slow-downs are related to the
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from pipeback.recipes.sweeps.summary import settings
-from pipeback.recipes.sweeps.table import Results, Row, caption, reference_of
-
-SEVERAL = "rows of several sweeps, each with its commit"
+from pipeback.recipes.sweeps.table import Results, Row, caption, once, reference_of
 
 
 def joined(sweeps: Mapping[str, Results]) -> Results:
@@ -26,8 +24,8 @@ def joined(sweeps: Mapping[str, Results]) -> Results:
             other = seen.setdefault((row.method, *row.options.items(), row.seed), name)
             if other != name:
                 raise ValueError(f"{other} and {name} both have the run {_told(row)}; leave it out of one of them")
-    facts = {key: _once(sweep.facts.get(key) for sweep in sweeps.values()) for key in found.facts}
-    notes = [*dict.fromkeys(note for sweep in sweeps.values() for note in sweep.notes if note != SEVERAL), SEVERAL]
+    facts = {key: once(sweep.facts.get(key) for sweep in sweeps.values()) for key in found.facts}
+    notes = [*dict.fromkeys(note for sweep in sweeps.values() for note in sweep.notes)]
     rows = [
         row._replace(commit=row.commit or sweep.facts.get("commit", ""))
         for sweep in sweeps.values()
@@ -78,9 +76,3 @@ def _words(keys: list[str]) -> str:
 
 def _told(row: Row) -> str:
     return " ".join(filter(None, [row.method, caption(row.options), f"seed {row.seed}"]))
-
-
-def _once(values: Iterable[str | None]) -> str:
-    """a and b; what is missing or the same is named once."""
-    parts = (part for value in values if value for part in value.split(" and "))
-    return " and ".join(dict.fromkeys(parts))

@@ -6,7 +6,7 @@
     # what the columns are
     method,OPTIONS…,seed,state,updates,MEASURES…,train_loss,slow_down,held_out_slow_down,@50,@75,…
 
-@N is the smoothed training loss after N updates (`curves`). Where sweeps were `joined`, each line has its commit.
+@N is the smoothed training loss after N updates (`curves`). Where runs are of several commits, each line has its own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeback.recipes.live import state
-from pipeback.recipes.run_folders import config_in
+from pipeback.recipes.run_folders import config_in, facts_in
 from pipeback.recipes.sweeps.curves import SMOOTHED, Curve, curve, held_out, held_out_slow_down, slow_down
 from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, short
 
@@ -29,10 +29,11 @@ POINTS = (50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 500
 FILE = "results.csv"  # in the folder of a sweep
 FIXED = ("method", "seed", "state", "commit", "updates", "train_loss", "slow_down", "held_out_slow_down")
 DIGITS = 5  # of a measured number
+SEVERAL = "rows of several commits, each with its own"
 
 
 class Row(NamedTuple):
-    """A run, as a line of the file has it. commit: its own, where runs of several commits stand in one file."""
+    """A run, as a line of the file has it. commit: at which it was done; empty if the file tells one for all."""
 
     method: str
     options: dict[str, str]
@@ -102,8 +103,23 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
         last = mine.updates[-1] if mine.updates else 0
         points = {at: mine.at(at) for at in POINTS if at <= last and math.isfinite(mine.at(at))}
         options = {key: PLACE.sub(r"\1", str(value)) for key, value in job.options.items()}
-        found.append(Row(job.label, options, job.seed, told["state"], last, measures, mine.end, slow, held, points))
+        made = str(facts_in(job.out).get("commit") or "")
+        found.append(
+            Row(job.label, options, job.seed, told["state"], last, measures, mine.end, slow, held, points, made)
+        )
     return found
+
+
+def facts_of(jobs: Sequence[Job], now: Mapping[str, str]) -> dict[str, str]:
+    """Where and when the jobs that have ended were done, maybe at several commits. now: where none of them tells."""
+    each = [facts_in(job.out) for job in jobs if _ended(job.out)]
+    return {name: once(str(facts.get(name) or "") for facts in each) or value for name, value in now.items()}
+
+
+def once(values: Iterable[str | None]) -> str:
+    """a and b; what is missing or the same is named once."""
+    parts = (part for value in values if value for part in value.split(" and "))
+    return " and ".join(dict.fromkeys(parts))
 
 
 def elsewhere(reference: str) -> bool:
@@ -176,7 +192,7 @@ def save(file: Path, found: Results) -> None:
     for line in (found.command, *_told(found)):
         text.write(f"# {line}\n")
     lines = csv.writer(text, lineterminator="\n")
-    of = ["commit"] if any(row.commit for row in found.rows) else []
+    of = ["commit"] if _several(found) else []
     names = "method", *keys, "seed", "state", *of, "updates", *measures, "train_loss", "slow_down", "held_out_slow_down"
     lines.writerow([*names, *(f"@{at}" for at in points)])
     for row in found.rows:
@@ -199,8 +215,14 @@ def _told(found: Results) -> list[str]:
     return [
         f"experiment: {found.experiment}, runs: {len(found.rows)}, seeds: {told[0]}, updates: {updates}",
         ", ".join(f"{name}: {value}" for name, value in found.facts.items()),
-        *found.notes,
+        *(note for note in found.notes if note != SEVERAL),
+        *([SEVERAL] if _several(found) else []),
     ]
+
+
+def _several(found: Results) -> bool:
+    """Whether runs of several commits stand in one file."""
+    return len({row.commit for row in found.rows}) > 1
 
 
 def _number(value: float | None, digits: int = DIGITS) -> str:

@@ -182,13 +182,13 @@ def test_sweeps_of_two_commits_are_joined_and_each_run_keeps_its_commit(file, tm
     assert [row.commit for row in found.rows] == ["abc1234"] * 13 + ["def5678"] * 2
     assert str([row._replace(commit="") for row in found.rows]) == str(ROWS + more)
     assert found.facts["commit"] == "abc1234 and def5678" and found.facts["machine"] == FACTS["machine"]
-    assert found.command == f"{SWEEP.command}; pipeback sweep seed=2" and found.notes[-1] == joined.SEVERAL
+    assert found.command == f"{SWEEP.command}; pipeback sweep seed=2" and found.notes[-1] == table.SEVERAL
     (sheet,) = summary.sheets(found)
     rows = {cells[0]: dict(zip(sheet.head, cells, strict=True)) for cells in sheet.rows}
     assert rows["pb"]["slow-down"] == "4.00 (2.00 to 5.00)" and rows["pb"]["seeds"] == "3"
     assert "on 2026-01-02 and 2026-01-03 at commit abc1234 and def5678" in (tmp_path / "all.md").read_text("utf-8")
     again = joined.joined({"all": found, "third": SWEEP._replace(rows=[row("pb", "0.1", 3, 3.0, 3.0)])})
-    assert again.facts["commit"] == "abc1234 and def5678" and again.notes.count(joined.SEVERAL) == 1
+    assert again.facts["commit"] == "abc1234 and def5678" and again.notes.count(table.SEVERAL) == 1
     assert [row.commit for row in again.rows] == [*(row.commit for row in found.rows), "abc1234"]
 
 

@@ -78,6 +78,23 @@ def test_the_same_command_takes_finished_runs_over(swept):
     assert done.returncode == 0 and "0 runs in" in done.stdout, done.stderr  # nothing to do for several processes
 
 
+def test_runs_that_are_taken_over_keep_their_commit(swept):
+    """And their date, and their machine."""
+    folder, _ = swept
+    facts = folder / "here" / "pb-slack1-lr0.1-seed1" / "hparams.yaml"
+    before = facts.read_text()
+    told = table.load(folder / "here" / "results.csv").facts
+    facts.write_text(before.replace(told["commit"], "abc1234").replace(told["date"], "2026-01-02"))
+    try:
+        assert pipeback("sweep", *TINY, *SWEPT, cwd=folder).returncode == 0
+    finally:
+        facts.write_text(before)
+    found = table.load(folder / "here" / "results.csv")
+    assert [row.commit for row in found.rows] == [told["commit"]] * 7 + ["abc1234"]
+    both = {name: f"{told[name]} and {other}" for name, other in (("commit", "abc1234"), ("date", "2026-01-02"))}
+    assert found.facts == {**told, **both} and found.notes[-1] == table.SEVERAL
+
+
 def test_any_option_is_varied_and_each_choice_has_its_reference(tmp_path):
     vary = "vary={model.depth:[3,4],optimizer:[sgd,adamw]}"
     options = ["methods=[sgd,pb]", vary, "jobs=1", "out=here"]
