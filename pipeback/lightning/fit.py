@@ -234,9 +234,13 @@ class Fit:
         return step_checks.passed(output, losses, [samples for _, samples in cut])
 
     def _look(self) -> None:
-        """Hear that `training_step` calls the model without gradients."""
-        if self.called and self.pipe is not None and self.pipe.runs_ahead:
+        """Hear that `training_step` calls the model without gradients: with the weights after all that was asked for."""
+        if self.pipe is None:
+            return
+        if self.called and self.pipe.runs_ahead:
             raise ValueError(LOOKS.format(name=self.found.shown))
+        if not self.rank.several:  # else the stages serve the call
+            self.pipe.wait()
 
     def _forward(self, inputs: tuple[Any, ...], named: dict[str, Any], expected: int) -> Any:
         step_checks.check_call(self.found, inputs, named, again=self._output is not None)

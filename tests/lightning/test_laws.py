@@ -363,3 +363,31 @@ def test_hooks_of_a_step_see_the_weights():
     trainer(strategy("pb"), max_epochs=1).fit(module, loader(4))
     assert len(seen) == 2 * 4
     assert all(list(map(id, ps)) == list(map(id, module.parameters())) for ps in seen)
+
+
+class Looking(Regression):
+    """Looks at what its model gives, before and after it trains it."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def training_step(self, batch, batch_idx):
+        self.look(batch)
+        loss = super().training_step(batch, batch_idx)
+        self.look(batch)
+        return loss
+
+    @torch.no_grad()
+    def look(self, batch):
+        self.seen.append(self.model(batch[0]))
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"store": "host"}, {"module": "self"}], ids=str)
+@pytest.mark.parametrize("method", ["sgd", "pb"])
+def test_slices_look_at_the_weights_that_batches_of_one_would_have(method, options):
+    wanted, found = Looking(), Looking()
+    trainer(None if method == "sgd" else strategy(method)).fit(wanted, loader(batches=12, samples=1))
+    trainer(strategy(method, micro_batch_size=1, **options)).fit(found, loader(batches=4))
+    assert torch.equal(torch.stack(wanted.losses), torch.stack(found.losses))
+    assert torch.equal(torch.stack(wanted.seen), torch.stack(found.seen))

@@ -16,4 +16,10 @@ FAULTS = {
     "a store gave no memory to what was in flight where stages were divided again": Fit(
         kind="pair", stages=8, samples=24, size=2, resume=0, other={"vectorize": True, "store": "host", "ahead": 8}
     ),
+    "a call without gradients lacked the update of the slice before, but not where a store has the weights": Fit(
+        stages=2, method="sgd", batch=5, size=1, quirks=("look",), runtime={"store": "host"}
+    ),
+    "over devices, stages did not hear of a rate of dropout that a callback sets": Fit(
+        model="dropping", stages=2, quirks=("dropout",), runtime={"devices": 2}
+    ),
 }
