@@ -234,7 +234,7 @@ class Fit:
         return step_checks.passed(output, losses, [samples for _, samples in cut])
 
     def _look(self) -> None:
-        """Hear that `training_step` calls the model without gradients: with the weights after all that was asked for."""
+        """Hear that `training_step` calls the model without gradients, and make the updates that are due."""
         if self.pipe is None:
             return
         if self.called and self.pipe.runs_ahead:

@@ -15,7 +15,7 @@ from pipeback.stages import saved_graph
 from pipeback.stages.flight import Flight, grown
 from pipeback.stages.module_settings import Settings
 from pipeback.stages.recompute import Recomputation, versions
-from pipeback.stages.recomputed_functions import Afresh
+from pipeback.stages.recomputed_functions import looking
 from pipeback.stages.stage import Stage
 from pipeback.stages.state_check import Corrupt
 from pipeback.stages.state_values import Plain, Tensors, load_value, put_all, save_value, to_device, to_home
@@ -35,7 +35,9 @@ def save(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number: Callab
         )
     elif flight.again is None:
         where = f"{stage.label}, micro-batch {mb}"
-        values, names = saved_graph.keep(grown(flight.output), _known(stage, flight.leaves, flight.target), where)
+        known = _known(stage, flight.leaves, flight.target)
+        with looking(stage, known):
+            values, names = saved_graph.keep(grown(flight.output), known, where)
         put_all(tensors, f"flight/{mb}/saved", {str(n): value for n, value in enumerate(values)})
     else:
         again = _save_again(stage, tensors, f"flight/{mb}", flight)
@@ -87,7 +89,8 @@ def load(
         where, device = f"{stage.label}, micro-batch {mb}", torch.device("cpu") if away else stage.device
         values = [copies.replica(value, device) for value in _numbered(tensors, prefix)]
         known = _known(stage, leaves, target)
-        saved_graph.put_back(grown(output), known, values, plain["saved"], where, stage.device, handles)
+        with looking(stage, known):
+            saved_graph.put_back(grown(output), known, values, plain["saved"], where, stage.device, handles)
         flight = Flight(leaves, output, target, plain["version"], isinstance(x, tuple))
     else:
         flight = Flight(stage.enter(x)[0], None, target, plain["version"], isinstance(x, tuple))
@@ -169,8 +172,7 @@ def _load_again(
 
 def _known(stage: Stage, leaves: tuple[Tensor, ...], target: Any) -> set[int]:
     """Memory that a graph may refer to without it being stored: weights, inputs and targets."""
-    known = copies.storages([*_memory(stage), *leaves, *copies.tensors_in(target)])
-    return stage.call.look(known) if isinstance(stage.call, Afresh) else known
+    return copies.storages([*_memory(stage), *leaves, *copies.tensors_in(target)])
 
 
 def _memory(stage: Stage) -> list[Tensor]:

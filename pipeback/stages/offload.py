@@ -5,12 +5,13 @@
 
 On a device with streams the copies go through pinned memory on streams of their own, and the next tensor is fetched
 while a node computes. Elsewhere they are plain copies. Tensors that the stage holds anyway are not copied: weights,
-buffers, and the input and target that the flight keeps. Nor are attributes that a custom Function sets on its ctx
-without `save_for_backward`.
+buffers, and the input and target that the flight keeps. Functions of the weights that B recomputes are not kept at all
+(`recomputed_functions`), and attributes that a custom Function sets on its ctx without `save_for_backward` stay.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from functools import cache, lru_cache
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeback.private import identity, in_backward
 from pipeback.stages.flight import Flight, Value, rooted
+from pipeback.stages.recomputed_functions import Afresh
 from pipeback.stages.saved_graph import held_bytes
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
@@ -40,9 +42,10 @@ class HostActivations:
 
     def forward(self, stage: Stage, flight: Flight, given: Value) -> Value:
         """F: return the output; the flight keeps the root of its graph, but not the output's memory."""
-        packing = _Packing(stage, flight)
+        packing, call = _Packing(stage, flight), stage.call
+        recomputed = call.keeping(packing) if isinstance(call, Afresh) else nullcontext()
         try:
-            with saved_tensors_hooks(packing, _back):
+            with saved_tensors_hooks(packing, _back), recomputed:
                 output = stage.compute(given, flight.target)
         except RuntimeError as error:
             if "support saved tensor hooks" not in str(error):

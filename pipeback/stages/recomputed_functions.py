@@ -12,10 +12,10 @@ Where a stage saves casts alone, as under autocast, nothing is recorded: the gra
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -151,8 +151,16 @@ class _Again:
         return made
 
 
+class Kept(Protocol):
+    """A saved tensor that waits elsewhere."""
+
+    def back(self) -> Tensor: ...
+
+
 class Afresh:
-    """What such a stage calls instead of its module."""
+    """What such a stage calls instead of its module. keep: where it keeps what it does not recompute, if elsewhere."""
+
+    keep: Callable[[Tensor], Kept] | None = None
 
     def __init__(self, stage: Stage, inner: Callable[[Value], Value]) -> None:
         self._stage, self.inner = stage, inner
@@ -198,22 +206,44 @@ class Afresh:
         torch.clear_autocast_cache()  # a cached cast would have no recorded origin
         handles, again = Handles(self._stage.label), self._again
         self.handles = handles
+        keep, sources = self.keep or handles.pack, [source]
 
-        def pack(tensor: Tensor) -> Handle | Part | ComputedTensor | WeightCast:
-            return source(tensor) or handles.pack(tensor)
+        def pack(tensor: Tensor) -> Handle | Kept | Part | ComputedTensor | WeightCast:
+            return sources[0](tensor) or keep(tensor)
 
-        def unpack(packed: Handle | Part | ComputedTensor | WeightCast) -> Tensor:
-            return handles.unpack(packed) if isinstance(packed, Handle) else again(packed)
+        def unpack(packed: Handle | Kept | Part | ComputedTensor | WeightCast) -> Tensor:
+            if isinstance(packed, (Part, ComputedTensor, WeightCast)):
+                return again(packed)
+            return handles.unpack(packed) if isinstance(packed, Handle) else packed.back()
 
         with branches_taken(), saved_tensors_hooks(pack, unpack), watched:
             output = self.inner(given)
+        sources.clear()  # torch holds `pack` as long as the graph, and a recorder holds what it has seen
         torch.clear_autocast_cache()
         return output
 
-    def look(self, known: set[int]) -> set[int]:
-        """From now on, add to `known` the memory of what is recomputed for somebody who looks into a graph."""
-        self._again.known, self._again.looked = known, []
-        return known
+    @contextmanager
+    def keeping(self, keep: Callable[[Tensor], Kept]) -> Iterator[None]:
+        """A context for one forward that keeps by `keep` what it does not recompute."""
+        self.keep = keep
+        try:
+            yield
+        finally:
+            self.keep = None
+
+    @contextmanager
+    def looked_into(self, known: set[int]) -> Iterator[None]:
+        """A context in which `known` gets the memory of what is recomputed for somebody who looks into a graph."""
+        self._again.known = known
+        try:
+            yield
+        finally:
+            self._again.known, self._again.looked = None, []
+
+
+def looking(stage: Stage, known: set[int]) -> AbstractContextManager[None]:
+    """A context for looking into a graph of the stage: `known` gets the memory of what B would recompute."""
+    return stage.call.looked_into(known) if isinstance(stage.call, Afresh) else nullcontext()
 
 
 def _recorded(recorder: Recorder, tensor: Tensor) -> Part | ComputedTensor | None:

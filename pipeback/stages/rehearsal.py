@@ -33,6 +33,7 @@ from pipeback.stages.compile_check import Refused, untouched
 from pipeback.stages.compiled import Compiled, faithful
 from pipeback.stages.flight import Flight, Root, Value, begins, cut, for_loss, grown, weighed
 from pipeback.stages.reach import reached
+from pipeback.stages.recomputed_functions import Afresh, looking
 from pipeback.stages.stage import Stage
 from pipeback.tensors.copies import equal, storages, tensors_in
 
@@ -77,16 +78,19 @@ def rehearse(
                 matters = stashes and stage.weights and faithful(method, delays[stage.index])
                 if isinstance(stage.call, Compiled) and matters:
                     stage.call.check = partial(compile_check.check, stage, method, warn)
-                output, kept = _first_run(stage, value, target, kept, weights or {})
+                leaves, output = _first_run(stage, value, target, weights or {})
                 if stale_weights_check.guarded(stage, method, delays):
                     stale_weights_check.refuse(stage, value, target, method, warn)
+                    if isinstance(stage.call, Afresh):  # whose graph keeps less
+                        leaves, output = _run(stage, value, target)
+                kept = _learn_bytes(stage, value, target, leaves, output, kept)
                 kind = str(stage.module), [part.shape for part in stage.enter(value)[0]]
                 alike = [t for t, (*other, _) in zip(seconds, kinds, strict=True) if other == [*kind]]
                 seconds.append(_fastest(partial(measure, stage, value, target), min(alike, default=math.inf)))
                 if stage.judges:
                     loss = _loss_alone(stage, value, target) if alike else None
                 kinds.append((*kind, stage.judges and loss is None))
-        value = output
+        value = cut(output)
     devices = {stage.device for stage in stages}
     for stage in stages:
         stage.learn(mixed=len(devices) > 1 or stage is stages[0])  # a later batch may lie anywhere
@@ -142,33 +146,45 @@ def _changing(homes: Sequence[Home]) -> tuple[tuple[dict[str, Tensor | None], st
     return tuple((owner, key) for owner, key, _, _ in homes if any(owner is other for other in changed))
 
 
-def _first_run(
-    stage: Stage, value: Value, target: Any, handed: Collection[int], others: Mapping[int, str]
-) -> tuple[Value, set[int]]:
-    """Run F, and learn the bytes that a micro-batch holds; `handed`: the memory that the stage before keeps.
-
-    Returns the output, and which memory under it this stage keeps until its backward.
-    """
-    leaves, given = stage.enter(value)
-    output = _checked(stage, _guarded(stage, given, target))
-    roots, weights = grown(output), list(stage.module.parameters())
+def _first_run(stage: Stage, value: Value, target: Any, others: Mapping[int, str]) -> tuple[tuple[Tensor, ...], Value]:
+    """Run F, and check what it gives; return its leaves and its output."""
+    leaves, output = _run(stage, value, target)
+    roots = grown(output)
     foreign_weights.refuse(stage, roots, others)
-    graph, entered = saved_graph.held(roots, leaves, weights), saved_graph.held([], leaves, weights)
-    mine = sum(size for memory, size in entered.items() if memory in handed)
-    stage.learn(activation_bytes=sum(graph.values()), handed_bytes=mine)
     if isinstance(output, tuple):  # a loss may leave out some of these
         stage.learn(reach=reached(output, leaves, stage.params))
-    # at once, as memory that is freed may get the same identity
-    kept = storages(tensors_in(output)) & {*(graph if stage.keeping is None else entered), *storages(weights)}
-    if stage.keeping is not None:
-        stage.keeping.learn(stage, value, target)
-        stage.learn(**stage.keeping.measure(stage, *_trial(stage, value, target)))
     if stage.last and not roots and (stage.weights or any(x.requires_grad for x in leaves)):
         raise ValueError(
             f"{stage.label}: the loss does not depend on the output (it needs no gradient); "
             "compute it from the output with differentiable operations"
         )
-    return cut(output), kept
+    return leaves, output
+
+
+def _run(stage: Stage, value: Value, target: Any) -> tuple[tuple[Tensor, ...], Value]:
+    leaves, given = stage.enter(value)
+    return leaves, _checked(stage, _guarded(stage, given, target))
+
+
+def _learn_bytes(
+    stage: Stage, value: Value, target: Any, leaves: Sequence[Tensor], output: Value, handed: Collection[int]
+) -> set[int]:
+    """Learn the bytes that a micro-batch holds; `handed`: the memory that the stage before keeps.
+
+    Returns which memory under the output this stage keeps until its backward.
+    """
+    weights = storages(list(stage.module.parameters()))
+    known = {*weights}
+    with looking(stage, known):
+        graph, entered = saved_graph.held(grown(output), leaves, known), saved_graph.held([], leaves, weights)
+    mine = sum(size for memory, size in entered.items() if memory in handed)
+    stage.learn(activation_bytes=sum(graph.values()), handed_bytes=mine)
+    # at once, as memory that is freed may get the same identity
+    kept = storages(tensors_in(output)) & {*(graph if stage.keeping is None else entered), *weights}
+    if stage.keeping is not None:
+        stage.keeping.learn(stage, value, target)
+        stage.learn(**stage.keeping.measure(stage, *_trial(stage, value, target)))
+    return kept
 
 
 def _trial(stage: Stage, value: Value, target: Any) -> tuple[Flight, Value]:

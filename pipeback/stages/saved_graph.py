@@ -177,9 +177,10 @@ class _Give:
         return self.value if self.value.device == self.device else replica(self.value, self.device)
 
 
-def held(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]) -> dict[int, int]:
-    """The memory that a graph keeps alive, saved tensors and inputs without weights: bytes by identity of a storage."""
-    known = storages(weights)
+def held(roots: Sequence[Tensor], leaves: Sequence[Tensor], known: set[int]) -> dict[int, int]:
+    """The memory that a graph keeps alive, saved tensors and inputs: bytes by identity of a storage. known: memory that
+    is left out, that of the weights for one; it may grow meanwhile.
+    """
     total: dict[int, int] = {}
     for piece in (piece for t in [*leaves, *(t for _, t, _ in saved(roots))] for piece in pieces(t)):
         storage = piece.untyped_storage()
@@ -190,7 +191,7 @@ def held(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Te
 
 def held_bytes(roots: Sequence[Tensor], leaves: Sequence[Tensor], weights: Sequence[Tensor]) -> int:
     """The bytes of activations that a graph keeps alive, each memory once."""
-    return sum(held(roots, leaves, weights).values())
+    return sum(held(roots, leaves, storages(weights)).values())
 
 
 def rerun(

@@ -22,7 +22,7 @@ from pipeback.stages import saved_graph
 from pipeback.stages.compile_check import disturb, noise, untouched
 from pipeback.stages.compiled import Compiled
 from pipeback.stages.flight import Value, grown
-from pipeback.stages.recomputed_functions import Afresh
+from pipeback.stages.recomputed_functions import Afresh, looking
 from pipeback.stages.stage import Stage
 from pipeback.tensors import copies
 
@@ -50,8 +50,6 @@ def refuse(stage: Stage, value: Value, target: Any, method: Method, warn: bool) 
     cure, why = "Use", "that is not cheap to recompute, as spectral norm and orthogonal weights do"
     if isinstance(stage.call, Compiled):
         cure = _COMPILED
-    elif stage.keeping is not None:
-        cure, why = 'Use activations="device", which recomputes what is cheap,', 'which activations="host" keeps'
     said = (
         f"{stage.label}: its graph saves a function of the weights ({name}, {shape}) {why}; {method!r} would run its "
         f'backward on old weights. {cure} method="pipedream", which means to, compute it outside the graph, or accept '
@@ -65,7 +63,7 @@ def refuse(stage: Stage, value: Value, target: Any, method: Method, warn: bool) 
 def _afresh(stage: Stage, value: Value, target: Any) -> bool:
     """Let the stage recompute functions of its weights in B, if it can; return whether it does."""
     call = stage.call
-    if stage.keeping is not None or isinstance(call, (Compiled, Afresh)):
+    if isinstance(call, (Compiled, Afresh)):
         return False
     stage.call_by(Afresh(stage, call))
     try:
@@ -94,11 +92,13 @@ def _watched(stage: Stage, value: Value, target: Any) -> tuple[str, tuple[int, .
                 roots = grown(stage.run(given, target))
     finally:
         torch.clear_autocast_cache()
-    known = copies.storages(list(stage.module.parameters()))
-    for name, t, raw in saved_graph.saved(roots):
-        hidden = raw is None and isinstance(stage.call, Afresh)  # it gives what was made afresh for those who look
-        if t.numel() and not copies.lies_in(t, known) and (hidden or provenance.of(t) == WEIGHTS):
-            return name, tuple(t.shape)
+    known, made = copies.storages(list(stage.module.parameters())), set[int]()
+    with looking(stage, made):
+        for name, t, raw in saved_graph.saved(roots):
+            if t.numel() and not copies.lies_in(t, known):
+                hidden = raw is None and isinstance(stage.call, Afresh)  # what it gives was never seen
+                if hidden or (not copies.lies_in(t, made) and provenance.of(t) == WEIGHTS):
+                    return name, tuple(t.shape)
     return None
 
 

@@ -50,7 +50,14 @@ def hands_on():
     return nn.Sequential(nn.Linear(6, 6), Skip(), Skip(), Skip(), Product())
 
 
-MODELS = {"network": network, "saves results": saves_results, "hands on": hands_on}
+def normed():
+    """Weights are functions of others, which most methods compute anew in B."""
+    torch.manual_seed(0)
+    norm = nn.utils.parametrizations.weight_norm
+    return nn.Sequential(*[nn.Sequential(norm(nn.Linear(6, 6)), nn.Tanh()) for _ in range(4)], nn.Linear(6, 6))
+
+
+MODELS = {"network": network, "saves results": saves_results, "hands on": hands_on, "normed": normed}
 
 
 @pytest.fixture

@@ -202,24 +202,27 @@ def test_plain_pb_is_its_equations(kinds):
     torch.testing.assert_close(flat(model), reference(kinds, batches), rtol=0, atol=1e-12)
 
 
+RUNTIMES = [{}, {"workers": 2}, {"store": "host"}, {"activations": "host"}, {"store": "host", "activations": "host"}]
+
+
+@pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("method", ["pb", methods.create("pipemare", anneal=8)], ids=["pb", "pipemare"])
-def test_runtimes_and_states_in_flight(method):
-    """With workers, streamed, and from a state saved in flight the same bits."""
-    batches, found = pairs(12), []
-    options = [{}, {"workers": 2}, {"store": "host"}]
-    for option in options:
-        pipe = pipeline(stages(*KINDS[0]), method, **option)
-        for x, y in batches[:6]:
-            pipe.push(x, y)
-        state = pipe.state_dict()
-        again = pipeline(stages(*KINDS[0]), method, **option)
-        again.load_state_dict(state)
-        for some in (pipe, again):
-            for x, y in batches[6:]:
-                some.push(x, y)
-            some.drain()
-            found.append(everything(some))
-            some.close()
+def test_runtimes_and_states_in_flight(method, autocast):
+    """With workers, streamed, offloaded, and from a state saved in flight the same bits."""
+    dtype = torch.float32 if autocast else torch.float64
+    batches, found = [(x.to(dtype), y.to(dtype)) for x, y in pairs(12)], []
+    for options in RUNTIMES:
+        pipe, again = (pipeline([stage.to(dtype) for stage in stages(*KINDS[0])], method, **options) for _ in range(2))
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            for x, y in batches[:6]:
+                pipe.push(x, y)
+            again.load_state_dict(pipe.state_dict())
+            for some in (pipe, again):
+                for x, y in batches[6:]:
+                    some.push(x, y)
+                some.drain()
+                found.append(everything(some))
+                some.close()
     assert all(torch.equal(one, found[0]) for one in found)
 
 

@@ -219,14 +219,6 @@ def test_they_may_be_accepted_with_a_warning():
         build(model, debug=pipeback.Debug(weight_functions="warn")).push(torch.randn(4, 6), torch.randn(4, 6))
 
 
-def test_casts_that_are_kept_in_host_memory_are_refused_with_a_cure():
-    push = torch.randn(4, 6), torch.randn(4, 6)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        with pytest.raises(ValueError, match=r'stage 1 .* which activations="host" keeps; .*Use activations="device"'):
-            build(network(), "pb", activations="host").push(*push)
-        build(network(), "pb", activations="device").push(*push)
-
-
 def test_autocast_sees_new_weights_within_one_push():
     """Torch keeps cast weights by identity for as long as the context lasts; updates must not be lost on them."""
     x, y = torch.randn(8, 6), torch.randn(8, 6)

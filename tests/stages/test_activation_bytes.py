@@ -118,6 +118,26 @@ def test_bytes_stated_are_bytes_held(activations, case, copies, monkeypatch):
     assert memory.host == sum(stage.learnt.host_bytes * stage.peak_flights for stage in stages)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_functions_of_the_weights_that_are_recomputed_are_not_copied(autocast, copies):
+    """A normed weight is a function of others, and so is its cast: in host memory are what the activations take."""
+    bytes_of = []
+    for norm in (lambda layer: layer, nn.utils.parametrizations.weight_norm):
+        model = nn.Sequential(*[nn.Sequential(norm(nn.Linear(6, 6)), nn.Tanh()) for _ in range(4)])
+        pipe = pipeline(model, "pb", activations="host")
+        for x, y in data(9):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                pipe.push(x, y)
+        gc.collect()
+        stages = pipe._engine.stages
+        found = sum(copy.elements.untyped_storage().nbytes() for copy in copies)
+        assert found == sum(stage.learnt.host_bytes * len(stage.flights) for stage in stages) > 0
+        bytes_of.append([stage.learnt.host_bytes for stage in stages[:-1]])  # B of the last runs on the weights of F
+        pipe.drain()
+        del pipe, stages
+    assert bytes_of[0] == bytes_of[1]
+
+
 def test_the_peak_stated_is_the_peak_held():
     """One stage, where nothing else can be at its peak at another time."""
     stated = {}
