@@ -136,8 +136,8 @@ def _changing(program: dict[str, Any], samples: st.SearchStrategy[int]) -> list[
     if inside and not (batch and program["options"].get("replicas")):
         found += [_call("forms")]
     runtime = program["runtime"]
-    kept = runtime.get("vectorize") or runtime.get("activations") == "host" or runtime.get("order") == "skewed"
-    if inside and not batch and not kept:  # casts that are kept, or cannot be made anew, are refused
+    kept = runtime.get("vectorize") or runtime.get("order") == "skewed"
+    if inside and not batch and not kept:  # casts that cannot be made anew are refused
         found += [_call("cast", samples)]
     if inside and program["model"] not in RANDOM:
         found += [_call("listen", ["module", "weight", "step"], stage)]
@@ -215,10 +215,5 @@ def _programs(draw: st.DrawFn, fixed: dict[str, Any], call: str) -> Program:
         found["runtime"] = {k: v for k, v in found["runtime"].items() if k not in ("store", "masters")}
     if found["model"] == "weighed":
         found["options"].pop("replicas", None)  # it computes by the number of samples, and each has a part of them
-        # what is in host memory is not made anew
-        for options in (found["options"], found["runtime"]):
-            options.pop("activations", None)
-    if found["model"] == "normed" and found["runtime"].get("activations") == "host":  # likewise
-        found["runtime"] = {k: v for k, v in found["runtime"].items() if k != "activations"}
     found["calls"] = draw(_calls(found, call))
     return Program(**found)

@@ -7,6 +7,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from pipeback.vectorized.stacks.eligible import flushes
 from tests.fuzz.cases import EACH_PUSH, METHODS, most_workers, optimizers
 from tests.fuzz.models import ALIKE, DRAWING, MODELS
 from tests.fuzz.strategies import often
@@ -48,7 +49,8 @@ def _runtime(draw: st.DrawFn, method: str, stages: int) -> dict[str, Any]:
 def _other(draw: st.DrawFn, method: str, stages: int, fit: Fit) -> dict[str, Any]:
     """Options with which it goes on. Stages that were as one go on as one, on as many devices."""
     if fit.as_one:
-        room = {"ahead": 8}  # for all stages that were as one
+        # for all stages that were as one; flushes run stage by stage with a store
+        room = {"ahead": 8, "vectorize": "auto"} if flushes(METHODS[method].library(stages)) else {"ahead": 8}
         return {**fit.runtime, **draw(st.sampled_from([{}, {"store": "host"} | room, {"store": "disk"} | room]))}
     one = [{}, {"store": "host"}, {"store": "disk"}]
     one += [] if "look" in fit.quirks else [{"vectorize": "auto"}]
