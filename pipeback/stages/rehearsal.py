@@ -79,11 +79,13 @@ def rehearse(
                 if isinstance(stage.call, Compiled) and matters:
                     stage.call.check = partial(compile_check.check, stage, method, warn)
                 leaves, output = _first_run(stage, value, target, weights or {})
+                mine = _learn_bytes(stage, value, target, leaves, output, kept)
                 if stale_weights_check.guarded(stage, method, delays):
                     stale_weights_check.refuse(stage, value, target, method, warn)
                     if isinstance(stage.call, Afresh):  # whose graph keeps less
                         leaves, output = _run(stage, value, target)
-                kept = _learn_bytes(stage, value, target, leaves, output, kept)
+                        mine = _learn_bytes(stage, value, target, leaves, output, kept)
+                kept = mine
                 kind = str(stage.module), [part.shape for part in stage.enter(value)[0]]
                 alike = [t for t, (*other, _) in zip(seconds, kinds, strict=True) if other == [*kind]]
                 seconds.append(_fastest(partial(measure, stage, value, target), min(alike, default=math.inf)))

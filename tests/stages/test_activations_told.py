@@ -15,17 +15,6 @@ def test_an_unknown_kind():
         pipeline(network(), "pb", activations="disk")
 
 
-def test_functions_of_the_weights():
-    """A graph that waits for its backward has them made anew, unless it waits in host memory; one that is made for the
-    backward needs no more."""
-    normed = lambda: nn.Sequential(*[nn.utils.parametrizations.weight_norm(nn.Linear(6, 6)) for _ in range(3)])  # noqa: E731
-    with pytest.raises(ValueError, match="saves a function of the weights"):
-        pipeline(normed(), "pb", activations="host").push(*data(1)[0])
-    for kind in ("device", "recompute"):
-        pipe = pipeline(normed(), "pb", activations=kind)
-        assert all(torch.isfinite(pipe.push(x, y)) for x, y in data(12))
-
-
 class Fails(nn.Module):
     """In the backward's own forward."""
 
