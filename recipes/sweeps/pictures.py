@@ -1,5 +1,5 @@
-"""Pictures of a sweep, a row of panels for each setting: losses over updates and slow-downs at the best rates, and how
-the last loss depends on the rate.
+"""Pictures of a sweep, a row of panels for each setting: losses over updates, over the time of a pipeline where it is
+known, and slow-downs, all at the best rates; and how the last loss depends on the rate.
 """
 
 from __future__ import annotations
@@ -30,23 +30,28 @@ def draw(found: Results) -> plt.Figure:
         colours[method] = free(method.partition("-")[0], list(colours.values()))
     most = max(len(setting.tried) for setting in every)
     rates = any(len(tried.rates) > 1 for setting in every for tried in setting.tried)
+    timed = all(math.isfinite(tried.time) for setting in every for tried in setting.tried)
     height = max(3.2, 0.27 * most + 1.4)
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(
-            len(every), 2 + rates, figsize=(WIDE, height * len(every)), squeeze=False, layout="constrained"
+            len(every), 2 + timed + rates, figsize=(WIDE, height * len(every)), squeeze=False, layout="constrained"
         )
         for setting, row in zip(every, axes, strict=True):
             _losses(row[0], setting, colours)
-            _slow_downs(row[1], setting, colours)
+            if timed:
+                _losses(row[1], setting, colours, over_time=True)
+            _slow_downs(row[1 + timed], setting, colours)
             if rates:
-                _rates(row[2], setting, colours)
+                _rates(row[2 + timed], setting, colours)
             if setting.options:
                 row[0].set_title(caption(setting.options))
     return figure
 
 
-def _losses(ax: Axes, setting: Setting, colours: Colours) -> None:
-    """The loss over updates: the mean over the seeds, and a band from the least to the largest."""
+def _losses(ax: Axes, setting: Setting, colours: Colours, over_time: bool = False) -> None:
+    """The loss over updates: the mean over the seeds, and a band from the least to the largest. over_time: over that of
+    a pipeline, whose axis is logarithmic, since updates one by one take as many times as long as there are stages.
+    """
     seen = []
     for tried in setting.tried:
         rows = [row for row in tried.finished if row.points]
@@ -58,14 +63,20 @@ def _losses(ax: Axes, setting: Setting, colours: Colours) -> None:
         values.append([row.train_loss for row in rows])
         colour, dash = colours[tried.method]
         means = [mean(v) for v in values]
+        if over_time:
+            places = [at * tried.time for at in places]
         ax.plot(places, means, color=colour, ls=dash, lw=1.7)
         if len(rows) > 1:
             ax.fill_between(places, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.12, lw=0)
         seen.append(means)
     _losses_up(ax, of_curves(seen, share=False, whole=True))
-    ax.set_xlim(left=0)
-    ax.set(xlabel="updates", ylabel="training loss")
-    plain_numbers(ax)
+    if over_time:
+        ax.set_xscale("log")
+        ax.set(xlabel="time with a worker per stage", ylabel="training loss")
+    else:
+        ax.set_xlim(left=0)
+        ax.set(xlabel="updates", ylabel="training loss")
+        plain_numbers(ax)
     ax.grid(True, axis="y")
 
 

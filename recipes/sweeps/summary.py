@@ -45,6 +45,11 @@ class Tried(NamedTuple):
         return [row for row in self.best if row.state == "finished"]
 
     @property
+    def time(self) -> float:
+        """The time of an update, see `Row`."""
+        return self.best[0].time
+
+    @property
     def held_out(self) -> list[float]:
         """The held-out slow-downs of the runs that have one."""
         return [row.held_out_slow_down for row in self.finished if not math.isnan(row.held_out_slow_down)]
@@ -65,6 +70,13 @@ class Setting(NamedTuple):
 
     options: dict[str, str]
     tried: list[Tried]
+
+    def speed_ups(self, tried: Tried, reference: str) -> list[float]:
+        """How much sooner its runs have a loss than the reference, where every stage has a worker; [] if unknown."""
+        times = [row.time for other in self.tried if other.method == reference for row in other.best]
+        if not times or not math.isfinite(tried.time):
+            return []
+        return [times[0] / (tried.time * slow) for slow in tried.slow_downs if math.isfinite(times[0])]
 
 
 def settings(found: Results) -> list[Setting]:
@@ -101,12 +113,16 @@ def _sheet(found: Results, setting: Setting, title: str) -> Sheet:
     measures = list(dict.fromkeys(name for tried in setting.tried for row in tried.best for name in row.measures))
     varied = any(len(tried.rates) > 1 or "" not in tried.rates for tried in setting.tried)
     failed = any(len(tried.finished) < len(tried.best) for tried in setting.tried)
-    head = ["method", *(["best rate"] if varied else []), "slow-down", "held-out slow-down", "training loss"]
+    reference = reference_of(found)
+    timed = any(setting.speed_ups(tried, reference) for tried in setting.tried if tried.method != reference)
+    head = ["method", *(["best rate"] if varied else []), "slow-down", *(["pipeline speed-up"] if timed else [])]
+    head += ["held-out slow-down", "training loss"]
     head += [f"held-out {Metric(name).name}{Metric(name).unit}" for name in measures]
     head += ["seeds", *(["diverged"] if failed else [])]
     rows = []
     for tried in setting.tried:
         cells = [tried.method, *([tried.rate + " *" * tried.at_edge] if varied else []), _slow(tried.slow_downs)]
+        cells += [_slow(setting.speed_ups(tried, reference))] if timed else []
         cells.append(_slow(tried.held_out))
         cells.append(spread([row.train_loss for row in tried.finished], ".3f") if tried.finished else "diverged")
         for metric in map(Metric, measures):
@@ -114,7 +130,7 @@ def _sheet(found: Results, setting: Setting, title: str) -> Sheet:
             cells.append(spread(values, metric.form, metric.scale))
         cells.append(str(len(tried.best)))
         rows.append([*cells, *([f"{len(tried.best) - len(tried.finished)}"] if failed else [])])
-    return Sheet("results", title, head, rows, [list(head), *map(list, rows)], _notes(found, setting))
+    return Sheet("results", title, head, rows, [list(head), *map(list, rows)], _notes(found, setting, timed))
 
 
 def _slow(values: Sequence[float]) -> str:
@@ -126,7 +142,7 @@ def _slow(values: Sequence[float]) -> str:
     return middle if min(values) == max(values) else f"{middle} ({least} to {largest})"
 
 
-def _notes(found: Results, setting: Setting) -> str:
+def _notes(found: Results, setting: Setting, timed: bool) -> str:
     """What the columns are."""
     reference = reference_of(found)
     by_method = {tried.method: ", ".join(sorted(filter(None, tried.rates), key=float)) for tried in setting.tried}
@@ -143,10 +159,14 @@ def _notes(found: Results, setting: Setting) -> str:
     least = min((row.updates for row in found.rows), default=SMOOTHED)
     means = f"of {SMOOTHED} updates at the end" if least >= SMOOTHED else f"of at most {SMOOTHED} updates at the end"
     batches = next((f" In this table, {note}." for note in found.notes if note.startswith(BATCHES)), "")
+    speeds = (
+        f" The pipeline speed-up is the time of {reference} until that loss over that of the method, where every stage "
+        f"has a worker and all take the same time; {reference} then runs one stage after the other."
+    )
     return (
         f"The slow-down is the number of updates until a training loss, over those of {reference}. That loss is one of "
         "forwards, whose weights may be predicted; the held-out slow-down is that of the model at the end, at least 1, "
         f"and – where {reference} began below its loss. Both are medians over "
         f"the seeds, with the least and the largest. Training losses are means {means}. All "
-        f"others are mean ± standard deviation over the seeds.{each and f'{each}.'}{batches}"
+        f"others are mean ± standard deviation over the seeds.{each and f'{each}.'}{batches}{speeds if timed else ''}"
     )

@@ -27,13 +27,17 @@ from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, short
 
 POINTS = (50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 5000, 8000, 12000, 20000, 50000, 100000)
 FILE = "results.csv"  # in the folder of a sweep
-FIXED = ("method", "seed", "state", "commit", "updates", "train_loss", "slow_down", "held_out_slow_down")
+FIXED = ("method", "seed", "state", "commit", "time", "updates", "train_loss", "slow_down", "held_out_slow_down")
 DIGITS = 5  # of a measured number
 SEVERAL = "rows of several commits, each with its own"
 
 
 class Row(NamedTuple):
-    """A run, as a line of the file has it. commit: at which it was done; empty if the file tells one for all."""
+    """A run, as a line of the file has it.
+
+    commit: at which it was done; empty if the file tells one for all. time: of an update, where every stage has a
+    worker; its unit is the forward and backward of a micro-batch at one stage, alike everywhere. NaN if it is unknown.
+    """
 
     method: str
     options: dict[str, str]
@@ -46,6 +50,7 @@ class Row(NamedTuple):
     held_out_slow_down: float
     points: dict[int, float]
     commit: str = ""
+    time: float = math.nan
 
 
 class Results(NamedTuple):
@@ -103,11 +108,23 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
         last = mine.updates[-1] if mine.updates else 0
         points = {at: mine.at(at) for at in POINTS if at <= last and math.isfinite(mine.at(at))}
         options = {key: PLACE.sub(r"\1", str(value)) for key, value in job.options.items()}
-        made = str(facts_in(job.out).get("commit") or "")
+        facts = facts_in(job.out)
         found.append(
-            Row(job.label, options, job.seed, told["state"], last, measures, mine.end, slow, held, points, made)
-        )
+            Row(
+                job.label, options, job.seed, told["state"], last, measures, mine.end, slow, held, points,
+                str(facts.get("commit") or ""), _time(facts),
+            )
+        )  # fmt: skip
     return found
+
+
+def _time(facts: Mapping[str, Any]) -> float:
+    """The time of an update, by the bubble of the schedule."""
+    try:
+        count = facts["update_size"] / (facts["micro_batch_size"] or facts["batch_size"])
+        return float(count / (1 - facts["bubble"]))
+    except (KeyError, TypeError):  # plain Lightning has no stages
+        return math.nan
 
 
 def facts_of(jobs: Sequence[Job], now: Mapping[str, str]) -> dict[str, str]:
@@ -193,14 +210,15 @@ def save(file: Path, found: Results) -> None:
         text.write(f"# {line}\n")
     lines = csv.writer(text, lineterminator="\n")
     of = ["commit"] if _several(found) else []
+    of += ["time"] if any(math.isfinite(row.time) for row in found.rows) else []
     names = "method", *keys, "seed", "state", *of, "updates", *measures, "train_loss", "slow_down", "held_out_slow_down"
     lines.writerow([*names, *(f"@{at}" for at in points)])
     for row in found.rows:
+        told = {"commit": row.commit, "time": _number(row.time)}
         lines.writerow([
-            row.method, *(row.options.get(key, "") for key in keys), row.seed, row.state, *(row.commit for _ in of),
-            row.updates,
-            *(_number(row.measures.get(name)) for name in measures), _number(row.train_loss), _number(row.slow_down, 4),
-            _number(row.held_out_slow_down, 4),
+            row.method, *(row.options.get(key, "") for key in keys), row.seed, row.state, *(told[name] for name in of),
+            row.updates, *(_number(row.measures.get(name)) for name in measures), _number(row.train_loss),
+            _number(row.slow_down, 4), _number(row.held_out_slow_down, 4),
             *(_number(row.points.get(at), 4) for at in points),
         ])  # fmt: skip
     part = file.with_suffix(".part")
@@ -238,7 +256,8 @@ def notes(reference: str, batch: int | None = None) -> list[str]:
     return [
         f"train_loss and @N: the mean training loss of {SMOOTHED} updates, at the end and after N updates; slow_down: "
         f"updates until such a loss over those of {reference} at its best rate; held_out_slow_down: all updates over "
-        "those until the reference has the held-out loss of the end, at least 1",
+        "those until the reference has the held-out loss of the end, at least 1; time: of an update where every stage "
+        "has a worker, in forwards and backwards of a micro-batch at one stage",
         *counted,
     ]
 
@@ -272,7 +291,7 @@ def _row(line: dict[str, str]) -> Row:
     loss, slow, held = (float(line[name] or "nan") for name in ("train_loss", "slow_down", "held_out_slow_down"))
     return Row(
         line["method"], options, int(line["seed"]), line["state"], int(line["updates"]), measures, loss, slow, held,
-        points, line.get("commit") or "",
+        points, line.get("commit") or "", float(line.get("time") or "nan"),
     )  # fmt: skip
 
 

@@ -73,6 +73,26 @@ def test_the_table_says_what_the_file_says():
     assert all(cells["seeds"] == "2" for cells in rows.values())
 
 
+def test_times_of_a_pipeline_are_told_where_they_are_known(tmp_path):
+    """Of updates one after the other, over four stages, and of those of a full pipeline."""
+    timed = [one._replace(time=4.0 if one.method == "sgd" else 1.0) for one in ROWS]
+    table.save(tmp_path / "timed.csv", SWEEP._replace(rows=timed))
+    found = table.load(tmp_path / "timed.csv")
+    assert str(found.rows) == str(timed)
+    (sheet,) = summary.sheets(found)
+    rows = {cells[0]: dict(zip(sheet.head, cells, strict=True)) for cells in sheet.rows}
+    speeds = {name: cells["pipeline speed-up"] for name, cells in rows.items()}
+    assert speeds == {"sgd": "1.00", "pb": "1.50 (1.00 to 2.00)", "msnag": "1.33 (0.00 to 2.67)", "ef": "–"}
+    assert "The pipeline speed-up is the time of sgd" in sheet.notes
+    labels = [ax.get_xlabel() for ax in pictures.draw(found).axes]
+    assert labels[1] == "time with a worker per stage" and len(labels) == 4
+    over_updates, over_time = ([line.get_xdata() for line in ax.get_lines()] for ax in pictures.draw(found).axes[:2])
+    assert [list(x * 4) for x in over_updates[:1]] == [list(x) for x in over_time[:1]]
+    (plain,) = summary.sheets(SWEEP)
+    assert "pipeline speed-up" not in plain.head and "pipeline speed-up" not in plain.notes
+    assert len(pictures.draw(SWEEP).axes) == 3
+
+
 def test_a_short_run_has_means_of_fewer_updates():
     (short,) = summary.sheets(SWEEP._replace(rows=[one._replace(updates=16) for one in ROWS]))
     (long,) = summary.sheets(SWEEP)

@@ -21,7 +21,7 @@ from pipeback.recipes.sweeps.curves import Curve, curve, held_out, held_out_slow
 from pipeback.recipes.sweeps.jobs import Job, last_checkpoint
 from pipeback.recipes.sweeps.summary import sheets
 from tests.helpers.processes import fork_for_spawn
-from tests.recipes.cli import TINY, apart, config, numbers, pipeback, rows
+from tests.recipes.cli import TINY, apart, config, facts, numbers, pipeback, rows
 
 SWEPT = ["methods=[sgd,{pb:{slack:1}}]", "rates=[0.03,0.1]", "seeds=2", "jobs=1", "out=here"]
 
@@ -51,6 +51,8 @@ def test_a_line_for_every_run(swept):
         losses = [line["train/loss"] for line in rows(out) if "train/loss" in line]
         assert row.train_loss == pytest.approx(sum(losses) / 3, rel=1e-4)
         assert not (out / "checkpoints").exists()
+        of = facts(out)
+        assert row.time == pytest.approx(of["stages"] if row.method == "sgd" else 1 / (1 - of["bubble"]), rel=1e-4)
     assert "8 runs in" in said and "pb-slack1 lr 0.1 seed 1" in said
     assert found.command == "pipeback sweep " + " ".join(f"'{w}'" if "[" in w else w for w in [*TINY, *SWEPT])
     assert {"date", "commit", "machine", "torch"} <= set(found.facts) and found.experiment == "digits"
