@@ -36,7 +36,7 @@ class Row(NamedTuple):
     """A run, as a line of the file has it.
 
     commit: at which it was done; empty if the file tells one for all. time: of an update, where every stage has a
-    worker; its unit is the forward and backward of a micro-batch at one stage, alike everywhere. NaN if it is unknown.
+    worker; its unit is the forward and backward of a sample at one stage, alike everywhere. NaN if it is unknown.
     """
 
     method: str
@@ -121,8 +121,7 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
 def _time(facts: Mapping[str, Any]) -> float:
     """The time of an update, by the bubble of the schedule."""
     try:
-        count = facts["update_size"] / (facts["micro_batch_size"] or facts["batch_size"])
-        return float(count / (1 - facts["bubble"]))
+        return float(facts["update_size"] / (1 - facts["bubble"]))
     except (KeyError, TypeError):  # plain Lightning has no stages
         return math.nan
 
@@ -257,7 +256,7 @@ def notes(reference: str, batch: int | None = None) -> list[str]:
         f"train_loss and @N: the mean training loss of {SMOOTHED} updates, at the end and after N updates; slow_down: "
         f"updates until such a loss over those of {reference} at its best rate; held_out_slow_down: all updates over "
         "those until the reference has the held-out loss of the end, at least 1; time: of an update where every stage "
-        "has a worker, in forwards and backwards of a micro-batch at one stage",
+        "has a worker, in forwards and backwards of a sample at one stage",
         *counted,
     ]
 

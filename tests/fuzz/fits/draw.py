@@ -97,8 +97,8 @@ def _allowed(fit: Fit) -> Fit:
     options = (runtime, fit.goes_on_with)
     several = any(some.get("devices", 1) > 1 for some in options)
     away = several or any("store" in some for some in options)
-    if several or fit.as_one:
-        quirks -= {"look"}  # stages as one have other weights than the module, and no device has all
+    if several or fit.as_one or (away and fit.kind in ("own", "pair", "many")):
+        quirks -= {"look"}  # stages as one, and those of a store, have other weights
     if {"late noise", "between"} & quirks:
         quirks -= {"noise"}  # one generator, and two places that draw from it in another order
     if fit.model in DRAWING:
