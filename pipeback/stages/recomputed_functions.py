@@ -151,7 +151,7 @@ class _Again:
         return made
 
 
-class Kept(Protocol):
+class KeptElsewhere(Protocol):
     """A saved tensor that waits elsewhere."""
 
     def back(self) -> Tensor: ...
@@ -160,7 +160,7 @@ class Kept(Protocol):
 class Afresh:
     """What such a stage calls instead of its module. keep: where it keeps what it does not recompute, if elsewhere."""
 
-    keep: Callable[[Tensor], Kept] | None = None
+    keep: Callable[[Tensor], KeptElsewhere] | None = None
 
     def __init__(self, stage: Stage, inner: Callable[[Value], Value]) -> None:
         self._stage, self.inner = stage, inner
@@ -208,10 +208,10 @@ class Afresh:
         self.handles = handles
         keep, sources = self.keep or handles.pack, [source]
 
-        def pack(tensor: Tensor) -> Handle | Kept | Part | ComputedTensor | WeightCast:
+        def pack(tensor: Tensor) -> Handle | KeptElsewhere | Part | ComputedTensor | WeightCast:
             return sources[0](tensor) or keep(tensor)
 
-        def unpack(packed: Handle | Kept | Part | ComputedTensor | WeightCast) -> Tensor:
+        def unpack(packed: Handle | KeptElsewhere | Part | ComputedTensor | WeightCast) -> Tensor:
             if isinstance(packed, (Part, ComputedTensor, WeightCast)):
                 return again(packed)
             return handles.unpack(packed) if isinstance(packed, Handle) else packed.back()
@@ -223,7 +223,7 @@ class Afresh:
         return output
 
     @contextmanager
-    def keeping(self, keep: Callable[[Tensor], Kept]) -> Iterator[None]:
+    def keeping(self, keep: Callable[[Tensor], KeptElsewhere]) -> Iterator[None]:
         """A context for one forward that keeps by `keep` what it does not recompute."""
         self.keep = keep
         try:
