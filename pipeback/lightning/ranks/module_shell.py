@@ -56,10 +56,8 @@ class ModuleShell:
         self._values = _tensors(found.module)  # that stages have
         self._freed = [*self._values.values()]
         self._places = {name: _place(tensor) for name, tensor in self._values.items()}
-        modules = [list(each.modules()) for each in (found.module, self.copy)]
-        self.set_like = Mirror(
-            modules if self.step is None else [each[1:] for each in modules]
-        )  # a twin follows by itself
+        first = 0 if self.step is None else 1  # a twin follows by itself
+        self.mirror = Mirror([list(each.modules())[first:] for each in (found.module, self.copy)])
 
     def cut(self, split: Split) -> None:
         """Hear of the stages: what of a LightningModule is in none of them stays as it is."""

@@ -132,9 +132,9 @@ class SharedFit:
 
     def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any] | None:
         assert fit.pipe is not None
-        if self._hollow.set_like.changed():
+        if self._hollow.mirror.changed():
             with fit.quiet():
-                self._hollow.set_like.follow()
+                self._hollow.mirror.follow()
         outputs = fit.pipe.forward_many(xs, expected=expected, judge=judge)
         if not self.hollow:
             self._hollow.check()
