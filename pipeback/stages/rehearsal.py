@@ -85,14 +85,14 @@ def rehearse(
                     if isinstance(stage.call, Afresh):  # whose graph keeps less
                         leaves, output = _run(stage, value, target)
                         mine = _learn_bytes(stage, value, target, leaves, output, kept)
-                kept = mine
+                kept, output = mine, cut(output)  # without its graph, which refers to weights that may be let go
                 kind = str(stage.module), [part.shape for part in stage.enter(value)[0]]
                 alike = [t for t, (*other, _) in zip(seconds, kinds, strict=True) if other == [*kind]]
                 seconds.append(_fastest(partial(measure, stage, value, target), min(alike, default=math.inf)))
                 if stage.judges:
                     loss = _loss_alone(stage, value, target) if alike else None
                 kinds.append((*kind, stage.judges and loss is None))
-        value = cut(output)
+        value = output
     devices = {stage.device for stage in stages}
     for stage in stages:
         stage.learn(mixed=len(devices) > 1 or stage is stages[0])  # a later batch may lie anywhere
