@@ -40,6 +40,9 @@ def draw(found: Results) -> plt.Figure:
             _losses(row[0], setting, colours)
             if timed:
                 _losses(row[1], setting, colours, over_time=True)
+                row[1].sharey(row[0])
+                row[1].tick_params(labelleft=False)
+                row[1].set_ylabel("")
             _slow_downs(row[1 + timed], setting, colours)
             if rates:
                 _rates(row[2 + timed], setting, colours)
