@@ -119,9 +119,9 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
 
 
 def _time(facts: Mapping[str, Any]) -> float:
-    """The time of an update, by the bubble of the schedule."""
+    """The time of what counts as an update, a batch if it is of several, by the bubble of the schedule."""
     try:
-        return float(facts["update_size"] / (1 - facts["bubble"]))
+        return float(max(facts["update_size"], facts["batch_size"]) / (1 - facts["bubble"]))
     except (KeyError, TypeError):  # plain Lightning has no stages
         return math.nan
 

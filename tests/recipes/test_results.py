@@ -93,6 +93,24 @@ def test_times_of_a_pipeline_are_told_where_they_are_known(tmp_path):
     assert len(pictures.draw(SWEEP).axes) == 3
 
 
+@pytest.mark.parametrize(
+    ("name", "stages", "batch"),
+    [
+        ("delay_lm", 32, 8),
+        ("delay_lm_turned", 32, 8),
+        ("translation_seeds", 8, 64),
+        ("fashion_mnist_epoch_methods", 20, 128),
+    ],
+)
+def test_times_of_measured_sweeps_are_those_of_their_schedules(name, stages, batch):
+    """Without delay one stage works at a time; all others, once the pipeline is full. A batch counts as an update."""
+    for row in table.read(measured.text(name), name).rows:
+        if row.method == "sgd":
+            assert row.time == stages * batch
+        else:
+            assert batch < row.time < 1.02 * batch, row.method
+
+
 def test_a_short_run_has_means_of_fewer_updates():
     (short,) = summary.sheets(SWEEP._replace(rows=[one._replace(updates=16) for one in ROWS]))
     (long,) = summary.sheets(SWEEP)

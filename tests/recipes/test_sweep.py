@@ -53,7 +53,7 @@ def test_a_line_for_every_run(swept):
         assert not (out / "checkpoints").exists()
         of = facts(out)
         longer = of["stages"] if row.method == "sgd" else 1 / (1 - of["bubble"])
-        assert row.time == pytest.approx(of["update_size"] * longer, rel=1e-4)
+        assert row.time == pytest.approx(of["batch_size"] * longer, rel=1e-4)  # updates count as batches
     assert "8 runs in" in said and "pb-slack1 lr 0.1 seed 1" in said
     assert found.command == "pipeback sweep " + " ".join(f"'{w}'" if "[" in w else w for w in [*TINY, *SWEPT])
     assert {"date", "commit", "machine", "torch"} <= set(found.facts) and found.experiment == "digits"
