@@ -22,4 +22,18 @@ FAULTS = {
     "over devices, stages did not hear of a rate of dropout that a callback sets": Fit(
         model="dropping", stages=2, quirks=("dropout",), runtime={"devices": 2}
     ),
+    "over devices, PipelineMonitor waited for stages that waited for the default dtype": Fit(
+        kind="body",
+        model="dropping",
+        seed=67,
+        method="zb_h1-3",
+        samples=11,
+        batch=6,
+        size=2,
+        epochs=3,
+        validate=2,
+        quirks=("dropout", "monitor"),
+        runtime={"devices": 2, "vectorize": "auto", "store": "host", "ahead": 1},
+        precision="bf16-true",
+    ),
 }

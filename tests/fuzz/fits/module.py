@@ -136,7 +136,9 @@ class Module(pl.LightningModule):
 
 
 class Watch(pl.Callback):
-    """What a fit shows, in its order. Quirks: the `rate`, `weight decay` or rate of `dropout` is set in batch 1."""
+    """What a fit shows, in its order. Quirks: the `rate` or `weight decay` is set in batch 1, and the rate of `dropout`
+    in every batch, since what a module is set to is not in a checkpoint.
+    """
 
     def __init__(self, fit: Fit, weights: bool) -> None:
         """weights: those after every batch, too, which one device has without bringing them from elsewhere."""
@@ -144,6 +146,9 @@ class Watch(pl.Callback):
         self.seen: Seen = []
 
     def on_train_batch_start(self, trainer: pl.Trainer, module: Any, batch: Any, batch_idx: int) -> None:
+        for layer in module.modules() if "dropout" in self.of.quirks else ():
+            if isinstance(layer, nn.Dropout):
+                layer.p = 0.3 if batch_idx % 2 else 0.1
         if batch_idx != 1:
             return
         for group in trainer.optimizers[0].param_groups:
@@ -151,9 +156,6 @@ class Watch(pl.Callback):
                 group["lr"] *= 0.5
             if "weight decay" in self.of.quirks:
                 group["weight_decay"] = 0.03
-        for layer in module.modules():
-            if isinstance(layer, nn.Dropout) and "dropout" in self.of.quirks:
-                layer.p = 0.3
 
     def on_train_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
         at = f"epoch {trainer.current_epoch}, batch {batch_idx}"
