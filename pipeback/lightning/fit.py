@@ -360,7 +360,7 @@ class Fit:
         begin = time.perf_counter()
         try:
             lifted = nullcontext() if self.visits is None else self.visits.lifted()
-            with by_itself(self.found.module, self._own), lifted, self.rank.at_work():
+            with by_itself(self.found.module, self._own), lifted:
                 yield
         finally:
             self.busy += time.perf_counter() - begin

@@ -31,14 +31,11 @@ class Rank(Protocol):
     def pipeline(self, split: Split, **options: Any) -> Pipeline:
         """The pipeline over these stages."""
 
-    def at_work(self) -> AbstractContextManager[None]:
-        """A context within which the stages run, and the user's code does not."""
-
     def training_step(self) -> AbstractContextManager[None]:
         """A context within which the user's `training_step` runs."""
 
     def judging(self) -> AbstractContextManager[None]:
-        """A context within `at_work` within which the user's code runs, and the stages wait for it."""
+        """A context within a call of the pipeline, within which the user's code runs, and the stages wait for it."""
 
     def enter(self, fit: Any, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any] | None:
         """Run F of micro-batches of a `Fit` and return the outputs; None on ranks that do not compute the loss. judge:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -68,8 +67,7 @@ class PipelineMonitor(Callback):
         strategy = trainer.strategy
         assert isinstance(strategy, PipelineStrategy)
         if self._watch is None and strategy.built:
-            with _waiting(strategy):
-                self._watch = strategy.pipeline.watch()
+            self._watch = strategy.pipeline.watch()
             self._watch.mark()
         if self._watch is not None and self._to_follow:
             self._watch.follow()  # one per log: while a micro-batch is followed, stages run as one more slowly
@@ -86,9 +84,8 @@ class PipelineMonitor(Callback):
         assert isinstance(strategy, PipelineStrategy)
         seconds = time.perf_counter() - self._began - self._paused
         busy = strategy.busy - self._busy
-        with _waiting(strategy):
-            before, self._traffic = self._traffic, strategy.pipeline.traffic()
-            mine = strategy.pipeline.memory(), _stages(self._watch), self._traffic.since(before)
+        before, self._traffic = self._traffic, strategy.pipeline.traffic()
+        mine = strategy.pipeline.memory(), _stages(self._watch), self._traffic.since(before)
         everybody = [mine] if strategy.meeting is None else strategy.meeting.gather("PipelineMonitor", mine, 0)
         if everybody:
             found = {"throughput": self._samples / seconds, **_merged(everybody)}
@@ -109,11 +106,6 @@ class PipelineMonitor(Callback):
         assert isinstance(trainer.strategy, PipelineStrategy)
         self._samples, self._paused, self._to_follow = 0, 0.0, self.follow
         self._began, self._busy = time.perf_counter(), trainer.strategy.busy
-
-
-def _waiting(strategy: PipelineStrategy) -> AbstractContextManager[Any]:
-    """A context for calls that wait for the stages, which may need the default dtype to come to their end."""
-    return nullcontext() if strategy.meeting is None else strategy.meeting.rest()
 
 
 def _stages(watch: Watch) -> dict[str, float]:

@@ -62,9 +62,6 @@ class OneDevice:
         self._note()
         return Pipeline(split, loss=None, workers=self._threads, **options)
 
-    def at_work(self) -> AbstractContextManager[None]:
-        return nullcontext()
-
     def training_step(self) -> AbstractContextManager[None]:
         return nullcontext()
 

@@ -76,7 +76,7 @@ class Engine:
         self._otherwise = "" if self.outside or options.vectorize or options.tensor.size > 1 else TAKE_BACK
         self.runtime: Runner | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
-        self.lock, self._process = CallLock(), os.getpid()  # not in a child of fork
+        self.lock, self._process = CallLock(self.split.rest), os.getpid()  # not in a child of fork
         self.modes = Modes(self.settable(), self.lock, self._settle)
         self.arrived, self.pushed, self._affordable = 0, (0, 0), 0  # the last: of a push that is known to fit the store
         if self.holding.store is not None:
@@ -218,8 +218,9 @@ class Engine:
         """As `Pipeline.clip`."""
         Clipping(norm, value).check()
         self.setting.worker.update(clip_norm=norm, clip_value=value)
-        if self.runtime is not None:
-            self.do(partial(self.runtime.tell, lambda loop: loop.clip(norm, value)))
+        with self.lock:
+            if self.runtime is not None:
+                self.do(partial(self.runtime.tell, lambda loop: loop.clip(norm, value)))
 
     # -- open and closed -----------------------------------------------------------------------------------------
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 from weakref import WeakMethod, WeakSet, finalize
 
@@ -20,21 +21,37 @@ OTHERWISE = (
 
 
 class CallLock:
-    """A lock for one caller at a time, who may take it again."""
+    """A lock for one caller at a time, who may take it again.
 
-    def __init__(self) -> None:
+    rest: a context that the caller is in as long as the caller has or awaits the lock, for stages that wait for the
+    caller's own code.
+    """
+
+    def __init__(self, rest: Callable[[], AbstractContextManager[object]] = nullcontext) -> None:
         self._lock, self._owner, self._depth = threading.RLock(), 0, 0
+        self._rest = rest
+        self._resting: AbstractContextManager[object] = nullcontext()
 
     def __enter__(self) -> None:
-        self._lock.acquire()
-        self._owner = threading.get_ident()
+        resting = nullcontext() if self.mine else self._rest()
+        resting.__enter__()
+        try:
+            self._lock.acquire()
+        except BaseException:  # Ctrl-C
+            resting.__exit__(None, None, None)
+            raise
+        if not self._depth:
+            self._owner, self._resting = threading.get_ident(), resting
         self._depth += 1
 
     def __exit__(self, *_: object) -> None:
         self._depth -= 1
-        if not self._depth:
-            self._owner = 0
+        resting, again = self._resting, self._depth > 0
+        if not again:
+            self._owner, self._resting = 0, nullcontext()
         self._lock.release()
+        if not again:
+            resting.__exit__(None, None, None)
 
     @property
     def mine(self) -> bool:

@@ -8,7 +8,8 @@ d  any other module: its own forward is traced, and cut at blocks or layers
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -37,6 +38,7 @@ class Split:
     program: TracedModel | None = None  # None unless a forward was traced
     reasons: dict[str, str] = field(default_factory=dict)  # why a rung did not apply, by its letter
     spread: Any = None  # how its weights were spread over ranks before it was split (tensor_parallel.spread)
+    rest: Callable[[], AbstractContextManager[object]] = nullcontext  # what calls are in, for stages wait for them
 
     def __str__(self) -> str:
         reasons = "".join(f"\n  not {letter}: {reason}" for letter, reason in self.reasons.items())

@@ -2,6 +2,7 @@
 
 import os
 import random
+import time
 from functools import partial
 from pathlib import Path
 
@@ -124,6 +125,40 @@ def test_precision_and_declared_stages(crew):
     for results in crew.ranks(2).run(modules, 2):
         for found, wanted in zip(results, modules(1), strict=True):
             assert ranks.differences(found, wanted) == []
+
+
+class Slow(Created):
+    """Still has work to do when a callback comes."""
+
+    def forward(self, x):
+        time.sleep(0.01)
+        return super().forward(x)
+
+
+class Asks(pl.Callback):
+    """Waits for the stages, which may wait for the default dtype of the code around it."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.strategy.built:
+            trainer.strategy.pipeline.wait()
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        trainer.strategy.pipeline.memory()
+
+
+def slow():
+    return Regression(nn.Sequential(Slow(), Slow(), Created(), Slow()))
+
+
+def asked(devices):
+    return ranks.result("pb", devices, precision="bf16-true", module=slow, callbacks=[Asks()])
+
+
+@pytest.mark.timeout(60)
+def test_a_callback_may_wait_for_stages_that_need_the_default_dtype(crew):
+    wanted = asked(1)
+    for found in crew.ranks(2).run(asked, 2):
+        assert ranks.differences(found, wanted) == []
 
 
 # -- what is measured, and what is decided by it -----------------------------------------------------------------------

@@ -19,11 +19,14 @@ DTYPES = {"16-true": torch.float16, "bf16-true": torch.bfloat16, "64-true": torc
 
 
 class DtypeTurns:
-    """The caller has its turn from `mine` on, except within `rest`. Precisions that change no default need no turns."""
+    """The thread that makes this has its turn from `mine` on, except within `rest`; calls of other threads do nothing.
+
+    Precisions that change no default need no turns.
+    """
 
     def __init__(self, precision: Any) -> None:
         self.dtype = DTYPES.get(str(precision))
-        self._lock = threading.RLock()
+        self._lock, self._caller = threading.RLock(), threading.get_ident()
         self._held = False
 
     def __deepcopy__(self, memo: object) -> DtypeTurns:
@@ -31,7 +34,7 @@ class DtypeTurns:
         return self
 
     def mine(self, held: bool = True) -> None:
-        if self.dtype is not None and held != self._held:
+        if self.dtype is not None and held != self._held and threading.get_ident() == self._caller:
             if held:
                 self._lock.acquire()
             else:

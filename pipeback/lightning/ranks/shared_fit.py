@@ -83,7 +83,8 @@ class SharedFit:
         hollow = self._hollow = ModuleShell(self.found, self.module)
         spread = self.shards.spread(hollow.copy, self.found.module)
         try:
-            split = replace(hollow.split or self.found.cut(hollow.copy, example), spread=spread)
+            split = hollow.split or self.found.cut(hollow.copy, example)
+            split = replace(split, spread=spread, rest=self._turns.rest)
         except Unmade as error:
             if self.found.step is not None:
                 error.add_note(OBJECTS)
@@ -114,9 +115,6 @@ class SharedFit:
         return pipe
 
     # -- F, B and U ----------------------------------------------------------------------------------------------
-
-    def at_work(self) -> AbstractContextManager[None]:
-        return self._turns.rest()
 
     @contextmanager
     def training_step(self) -> Iterator[None]:

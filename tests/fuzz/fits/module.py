@@ -12,6 +12,7 @@ from torch.nn.functional import mse_loss
 from torch.optim import lr_scheduler
 from torchmetrics import MeanSquaredError
 
+from pipeback.lightning import PipelineStrategy
 from tests.fuzz.cases import OPTIMIZERS
 from tests.fuzz.models import Followed, stages
 from tests.fuzz.program import Seen
@@ -29,10 +30,10 @@ SCHEDULERS: dict[str, Any] = {
     "warm": (partial(lr_scheduler.LambdaLR, lr_lambda=_warm), "step"),
     "cycle": (partial(lr_scheduler.OneCycleLR, max_lr=0.02, total_steps=100, cycle_momentum=False), "step"),
 }
-# of training_step, but for those of the callback below, and "shuffle" and "monitor", which `train` sees to
+# of training_step, but for those of the callbacks below, and "shuffle" and "monitor", which `train` sees to
 QUIRKS = (
     "noise", "early log", "look", "late noise", "scaled", "slope", "size", "metric", "dict", "groups", "between",
-    "forward", "rate", "weight decay", "dropout", "shuffle", "monitor",
+    "forward", "rate", "weight decay", "dropout", "shuffle", "monitor", "ask",
 )  # fmt: skip
 
 
@@ -180,6 +181,20 @@ class Watch(pl.Callback):
         self.seen += [(f"end: weight {name}", value) for name, value in _state(module)]
         self.seen += [(f"end: loss {n}", value) for n, value in enumerate(module.losses)]
         self.seen.append(("end: updates", torch.tensor(float(trainer.global_step))))
+
+
+class Asks(pl.Callback):
+    """Asks the pipeline, and so waits for it, before and after every batch."""
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *given: Any) -> None:
+        assert isinstance(trainer.strategy, PipelineStrategy)
+        if trainer.strategy.built:
+            trainer.strategy.pipeline.wait()
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *given: Any) -> None:
+        assert isinstance(trainer.strategy, PipelineStrategy)
+        trainer.strategy.pipeline.memory()
+        trainer.strategy.pipeline.traffic()
 
 
 def _state(module: nn.Module) -> Seen:

@@ -21,7 +21,7 @@ from tests.fuzz.program import Seen
 from tests.helpers.long_forms import grouped
 
 from .fit import Fit
-from .module import Module, Watch
+from .module import Asks, Module, Watch
 
 OWN = {"own": "self", "pair": "self", "many": "self"}  # kinds whose layers are the LightningModule's
 
@@ -103,6 +103,8 @@ class _Place:
             found.append(pl.callbacks.ModelCheckpoint(self.checkpoints, **every, **name))
         if "monitor" in self.fit.quirks and not self.plainly:
             found.append(pipeback.lightning.PipelineMonitor())
+        if "ask" in self.fit.quirks and not self.plainly:
+            found.append(Asks())
         if self.fit.ema:
             found.append(pl.callbacks.EMAWeightAveraging(decay=0.7))
         return found
