@@ -36,7 +36,7 @@ class HeldTensors(Waiting):
 
     def put(self, f: int, saved: Sequence[Tensor]) -> None:
         """Keep the tensors that F saves for B at this tick."""
-        self._keep((f - 2 * self.at[0]) % self.length, saved)
+        self._keep((2 * self.at[0] - f) % self.length, saved)
 
     def put_at(self, places: Tensor, saved: Sequence[Tensor]) -> None:
         """Raise an error: there are no rows."""
@@ -44,7 +44,7 @@ class HeldTensors(Waiting):
 
     def left(self, b: int) -> Sequence[Tensor]:
         """Return the tensors that F has saved for the B of this tick, and hold them no longer."""
-        return self._taken(b % self.length)
+        return self._taken(self.slot_at(b))
 
     @property
     def even(self) -> bool:

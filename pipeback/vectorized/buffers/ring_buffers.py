@@ -1,6 +1,6 @@
 """Ring buffers: hold the tensors that wait between the operations of stages that run as one, per kind of micro-batch.
 
-What the forward (F) of micro-batch i at stage s saves for its backward (B) waits in the row of s, slot i − p. The place
+What the forward (F) of micro-batch i at stage s saves for its backward (B) waits in the row of s, slot p − i. The place
 p is s, or s // 2 where stages of even and of odd number take turns. So at one tick, at which the backwards of all rows
 are of different micro-batches, their saved tensors lie in one slot, which is read without a copy.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.vectorized.buffers.spread_rows import SpreadRows
 from pipeback.vectorized.buffers.waiting import Turns, Waiting
 from pipeback.vectorized.tracing.forms import Kind
 from pipeback.vectorized.tracing.graphs import Graphs, for_compiler
@@ -48,7 +49,7 @@ class RingBuffers(Waiting):
         self._cuts = [(n, 0, ring.shape[-1]) for n, ring in enumerate(self.saved)]
         self._known: dict[tuple[int, ...], Tensor] = {}
         self._left: list[list[Tensor]] = []
-        self._flat: list[Tensor] = []  # the rings of saved tensors, as matrices
+        self._to = SpreadRows([])  # the rings of saved tensors, as matrices
         # the graphs save one matrix per ring
         self._is_flat = [not dim and t.dim() == 2 and len(t) == rows for t, dim in zip(saved, folds, strict=True)]
 
@@ -129,18 +130,18 @@ class RingBuffers(Waiting):
             both = list(zip(self.saved, self.shapes, strict=True))
             self._left = [[ring[n].view(shape) for ring, shape in both] for n in range(self.length)]
         if self._left:
-            return self._left[b % self.length]
+            return self._left[self.slot_at(b)]
         each = zip(self.saved, self.shapes, self.folds, strict=True)
-        return [folded(ring[b % self.length], shape, dim) for ring, shape, dim in each]
+        return [folded(ring[self.slot_at(b)], shape, dim) for ring, shape, dim in each]
 
     def put(self, f: int, saved: Sequence[Tensor]) -> None:
         """Keep the tensors that F saves for B at this tick."""
-        self.put_at(self.places(f), saved)
+        self.put_at(self.places(f), saved, f % self.length)
 
-    def put_at(self, places: Tensor, saved: Sequence[Tensor]) -> None:
-        """Keep the tensors that F saves for B at these `places`."""
-        for ring, t, dim, flat in zip(self._matrices(), saved, self.folds, self._is_flat, strict=True):
-            ring.index_copy_(0, places, t if flat else unfolded(t, dim, self.rows))
+    def put_at(self, places: Tensor, saved: Sequence[Tensor], key: int | None = None) -> None:
+        """Keep the tensors that F saves for B at these `places`. key: see `SpreadRows.put`."""
+        each = zip(saved, self.folds, self._is_flat, strict=True)
+        self._matrices().put([t if flat else unfolded(t, dim, self.rows) for t, dim, flat in each], places, key)
 
     @property
     def even(self) -> bool:
@@ -153,7 +154,7 @@ class RingBuffers(Waiting):
         return [
             left.narrow(0, first, end - first)
             if len(left) == self.rows
-            else ring[b % self.length, first:end].view(shape)
+            else ring[self.slot_at(b), first:end].view(shape)
             for left, ring, shape in every
         ]
 
@@ -161,13 +162,13 @@ class RingBuffers(Waiting):
         """Keep what F saves for B at this tick, of the rows from one up to another."""
         first, end = rows
         places = self.places(f)[first:end]
-        for ring, t, flat in zip(self._matrices(), saved, self._is_flat, strict=True):
-            ring.index_copy_(0, places, t if flat else t.reshape(end - first, -1))
+        self._matrices().put([t.reshape(end - first, -1) for t in saved], places)
 
-    def _matrices(self) -> list[Tensor]:
+    def _matrices(self) -> SpreadRows:
         """The rings, a line for each slot and row."""
-        self._flat = self._flat or [ring.view(self.length * self.rows, -1) for ring in self.saved]
-        return self._flat
+        if not self._to.matrices:
+            self._to = SpreadRows([ring.view(self.length * self.rows, -1) for ring in self.saved])
+        return self._to
 
     def _places(self, some: Turns, *, everywhere: bool = False) -> Tensor:
         """Return the places of these rows in a ring, as row numbers of a matrix.
@@ -205,7 +206,7 @@ class RingBuffers(Waiting):
         for old, new in zip(self.saved, self._room(length, self.device), strict=True):
             for row, some in enumerate(flying):
                 for i in some:
-                    new[(i - self.at[row]) % length, row] = old[self.slot_of(row, i), row]
+                    new[(self.at[row] - i) % length, row] = old[self.slot_of(row, i), row]
             old.set_(new)  # type: ignore[call-overload]
         self.grow(length)
         self._forget()
@@ -222,8 +223,9 @@ class RingBuffers(Waiting):
         return found
 
     def _forget(self) -> None:
-        for found in (self._known, self._left, self._flat):
-            found.clear()
+        self._known.clear()
+        self._left.clear()
+        self._to = SpreadRows([])
 
     @property
     def nbytes(self) -> int:

@@ -2,8 +2,9 @@
 (B) of each.
 
 A stage has a place p: its number s, or s // 2 where stages of even and of odd number take turns. Micro-batch i of the
-stage has slot i − p. So at a tick at which a stage does F of micro-batch f − p and B of b + p, for some f and b, what
-waits for the backwards of all stages is in one slot.
+stage has slot p − i. So at a tick at which a stage does F of micro-batch f − p and B of b + p, for some f and b, what
+waits for the backwards of all stages is in one slot, −b; and what F keeps goes to the slots 2 p − f, which are evenly
+spaced from row to row.
 """
 
 from __future__ import annotations
@@ -46,7 +47,11 @@ class Waiting(ABC):
 
     def slot_of(self, row: int, mb: int) -> int:
         """Return the slot in which a row has a micro-batch."""
-        return (mb - self.at[row]) % self.length
+        return (self.at[row] - mb) % self.length
+
+    def slot_at(self, b: int) -> int:
+        """Return the slot that the backwards of a tick read (see below)."""
+        return -b % self.length
 
     # -- of some rows ------------------------------------------------------------------------------------------------
 
@@ -95,14 +100,14 @@ class Waiting(ABC):
         """Return the places for what F keeps at this tick, as row numbers of matrices (slots · n, elements)."""
         if not self._slots:
             every, at = (torch.tensor(numbers, device=self.device) for numbers in (range(self.rows), self.at))
-            self._slots = [(n - 2 * at) % self.length * self.rows + every for n in range(self.length)]
+            self._slots = [(2 * at - n) % self.length * self.rows + every for n in range(self.length)]
         return self._slots[f % self.length]
 
     def slot(self, b: int) -> Tensor:
         """Return the number of the slot that B reads, as a tensor, for a compiler."""
         if not self._numbers:
             self._numbers = list(torch.arange(self.length, device=self.device).split(1))
-        return self._numbers[b % self.length]
+        return self._numbers[self.slot_at(b)]
 
     def grow(self, length: int) -> None:
         """Note the new number of slots."""

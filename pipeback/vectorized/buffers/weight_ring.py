@@ -1,6 +1,6 @@
 """Weight ring: holds the weights that the forward (F) of each micro-batch in flight used, for stages that run as one.
 
-The weights of a stage for micro-batch i lie in slot i − p, as in `ring_buffers`. So the weights for all backwards (B)
+The weights of a stage for micro-batch i lie in slot p − i, as in `ring_buffers`. So the weights for all backwards (B)
 of a tick, which are of different micro-batches, lie in one slot.
 """
 
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pipeback.stages.stage import Stage
 from pipeback.tensors.weight_list import Weights
+from pipeback.vectorized.buffers.spread_rows import SpreadRows
 from pipeback.vectorized.buffers.waiting import Turns, Waiting
 from pipeback.vectorized.steps.rows import Rows
 
@@ -34,8 +35,7 @@ class WeightRing:
         # of more than one row, matrices (n, elements) and (slots · n, elements) of each weight, copied from and to
         n, several = len(rows.stages), rows.stepped if len(rows.stages) > 1 else []
         self._from = [w.view(n, -1) for w in several]
-        self._to = [ring.view(self.length * n, -1) for ring in self.rings[: len(several)]]
-        self._numbers = torch.arange(self.length, device=like.device).split(1)
+        self._to = SpreadRows([ring.view(self.length * n, -1) for ring in self.rings[: len(several)]])
 
     @property
     def nbytes(self) -> int:
@@ -50,8 +50,10 @@ class WeightRing:
         if len(self.rows.stages) == 1 or not self.rings:
             self.keep_of([(0, f - self.like.at[0])], shifted)
             return
-        some = slice(None) if rows is None else slice(*rows)
-        self._keep(self.like.places(f)[some], shifted, some)
+        if rows is None:
+            self._keep(self.like.places(f), shifted, key=f % self.length)
+        else:
+            self._keep(self.like.places(f)[slice(*rows)], shifted, slice(*rows))
 
     def keep_of(self, turns: Turns, shifted: Sequence[Tensor] | None = None) -> None:
         """Keep the weights on which F of these (row, micro-batch) is going to run, one of each row."""
@@ -60,10 +62,14 @@ class WeightRing:
             torch._foreach_copy_(self._slots[self.like.slot_of(*turns[0])], source)
         self._keep(self.like.lines(turns) if self._from else None, shifted)
 
-    def _keep(self, places: Any, shifted: Sequence[Tensor] | None, some: slice = slice(None)) -> None:
+    def _keep(
+        self, places: Any, shifted: Sequence[Tensor] | None, some: slice = slice(None), key: int | None = None
+    ) -> None:
         self.owned = shifted is not None
-        for n, (to, w) in enumerate(zip(self._to, self._from, strict=True)):
-            to.index_copy_(0, places, w[some] if shifted is None else shifted[n].flatten(1))
+        if shifted is None:
+            self._to.put([w[some] for w in self._from], places, key)
+        elif self._from:
+            self._to.put([w.flatten(1) for w in shifted], places, key)
 
     def used(self, b: int, rows: tuple[int, int] | None = None) -> list[Tensor]:
         """Return all weights for B, as F used them."""
@@ -79,9 +85,8 @@ class WeightRing:
         found = list(self.rows.weights)
         if self._from:
             lines = self.like.lines(turns)
-            some = [
-                to.index_select(0, lines).view(ring.shape[1:]) for to, ring in zip(self._to, self.rings, strict=True)
-            ]
+            every = zip(self._to.matrices, self.rings, strict=True)
+            some = [to.index_select(0, lines).view(ring.shape[1:]) for to, ring in every]
         else:
             some = list(self._slots[self.like.slot_of(*turns[0])])
         for n, w in zip(self.rows.trained, some, strict=True):
@@ -90,12 +95,11 @@ class WeightRing:
 
     def slots(self, b: int) -> Sequence[Tensor]:
         """Return the trainable weights for B, as F used them."""
-        return self._slots[b % self.length]
+        return self._slots[self.like.slot_at(b)]
 
     def slot(self, b: int) -> Tensor:
         """Return the number of the slot that B reads, as a tensor, for the compiler."""
-        number: Tensor = self._numbers[b % self.length]
-        return number
+        return self.like.slot(b)
 
     # -- between runs of ticks, when the stages keep the versions ----------------------------------------------------
 
