@@ -100,6 +100,9 @@ def test_times_of_a_pipeline_are_told_where_they_are_known(tmp_path):
         ("delay_lm_turned", 32, 8),
         ("translation_seeds", 8, 64),
         ("fashion_mnist_epoch_methods", 20, 128),
+        ("cifar10_epoch", 20, 128),
+        ("delay_lm_seeds", 32, 8),
+        ("delay_lm_texts", 32, 8),
     ],
 )
 def test_times_of_measured_sweeps_are_those_of_their_schedules(name, stages, batch):
