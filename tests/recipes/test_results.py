@@ -101,6 +101,7 @@ def test_times_of_a_pipeline_are_told_where_they_are_known(tmp_path):
         ("translation_seeds", 8, 64),
         ("fashion_mnist_epoch_methods", 20, 128),
         ("cifar10_epoch", 20, 128),
+        ("cifar10_four", 20, 128),
         ("delay_lm_seeds", 32, 8),
         ("delay_lm_texts", 32, 8),
     ],
