@@ -38,7 +38,7 @@ class Split:
     program: TracedModel | None = None  # None unless a forward was traced
     reasons: dict[str, str] = field(default_factory=dict)  # why a rung did not apply, by its letter
     spread: Any = None  # how its weights were spread over ranks before it was split (tensor_parallel.spread)
-    rest: Callable[[], AbstractContextManager[object]] = nullcontext  # what calls are in, for stages wait for them
+    rest: Callable[[], AbstractContextManager[object]] = nullcontext  # around each call of the pipeline
 
     def __str__(self) -> str:
         reasons = "".join(f"\n  not {letter}: {reason}" for letter, reason in self.reasons.items())

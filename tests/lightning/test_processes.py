@@ -14,6 +14,7 @@ from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader
 
+from tests.fuzz.fits.module import Asks
 from tests.laws.cases import network
 from tests.lightning import ranks
 from tests.lightning.cases import Regression, loader
@@ -133,17 +134,6 @@ class Slow(Created):
     def forward(self, x):
         time.sleep(0.01)
         return super().forward(x)
-
-
-class Asks(pl.Callback):
-    """Waits for the stages, which may wait for the default dtype of the code around it."""
-
-    def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.strategy.built:
-            trainer.strategy.pipeline.wait()
-
-    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        trainer.strategy.pipeline.memory()
 
 
 def slow():

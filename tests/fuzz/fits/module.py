@@ -184,7 +184,7 @@ class Watch(pl.Callback):
 
 
 class Asks(pl.Callback):
-    """Asks the pipeline, and so waits for it, before and after every batch."""
+    """Asks the pipeline, and so waits for its stages, before and after every batch."""
 
     def on_train_batch_start(self, trainer: pl.Trainer, *given: Any) -> None:
         assert isinstance(trainer.strategy, PipelineStrategy)
