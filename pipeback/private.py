@@ -3,8 +3,8 @@
 * `pytree`: structures of tensors as users nest them. torch's own functions take them apart by it, so it knows the same.
 * `TorchDispatchMode`: to see each operator. `FakeTensor`, `FakeTensorMode`, `unset_fake_temporarily`: to run a model
   without values.
-* `function_modes`, `functions_unheard`, `maps_heard`: who changes torch functions, and calls under torch.vmap, where a
-  model is traced.
+* `function_modes`, `pop_function_mode`, `push_function_mode`, `functions_unheard`: who changes torch functions.
+  `dispatch_modes`: who sees each operator. `maps_heard`: calls under torch.vmap.
 * `identity`: which memory a tensor lies in, also while that memory is away and has no address.
 * `shown`: what a node of a graph has saved, with the handles that put something else in its place.
 * `numbers_of`: the numbers that a node has saved.
@@ -81,6 +81,11 @@ with needing("torch.utils._pytree"):
     from torch.utils import _pytree as pytree
 with needing("torch.utils._python_dispatch.TorchDispatchMode"):
     from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._python_dispatch import _get_current_dispatch_mode_stack as dispatch_modes
+with needing("torch.overrides._get_current_function_mode_stack"):
+    from torch.overrides import _get_current_function_mode_stack as function_modes
+    from torch.overrides import _pop_mode as pop_function_mode
+    from torch.overrides import _push_mode as push_function_mode
 with needing("torch._subclasses.fake_tensor.FakeTensorMode"):
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 with needing("torch.autograd.graph._engine_run_backward"):
@@ -95,18 +100,15 @@ __all__ = [
     "FakeTensor",
     "FakeTensorMode",
     "TorchDispatchMode",
+    "dispatch_modes",
+    "function_modes",
+    "pop_function_mode",
+    "push_function_mode",
     "pytree",
     "run_backward",
     "unset_fake_temporarily",
     "wrapper",
 ]
-
-
-def function_modes() -> list[Any]:
-    """The modes for torch functions that are on; the last one hears of a call first."""
-    with needing("torch.overrides._get_current_function_mode_stack"):
-        from torch.overrides import _get_current_function_mode_stack
-    return list(_get_current_function_mode_stack())
 
 
 def functions_unheard() -> Any:

@@ -19,7 +19,6 @@ from pipeback.lightning import micro_batches, step_checks
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
 from pipeback.lightning.suspended_slices import Slice, SuspendedSlices
-from pipeback.lightning.suspended_step import CallThreads
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.private import run_backward
 from pipeback.runtime.runners import Answer
@@ -55,7 +54,6 @@ class StagesAhead:
     def __init__(self, fit: Run) -> None:
         self.fit = fit
         self._as_one: bool | None = None  # whether stages run as one; known from the first batch on
-        self._threads = CallThreads()
 
     def may_run(self, count: int, expected: int) -> bool:
         """Whether the stages may have so many slices before B of the first. expected: those of an update."""
@@ -71,7 +69,7 @@ class StagesAhead:
         given: the call of `training_step`. one: runs it and F, where stages turn out not to run as one.
         """
         fit = self.fit
-        slices = SuspendedSlices(fit.found, cut, given, log, self._threads, fit.settings)
+        slices = SuspendedSlices(fit.found, cut, given, log, fit.settings)
         try:
             with slices.heard():
                 slices.begin(0)
@@ -85,10 +83,6 @@ class StagesAhead:
             return self._by_ticks(slices, expected) if ticks else self._by_stages(slices, expected)
         finally:
             slices.end()
-
-    def leave(self) -> None:
-        """End the threads in which slices wait."""
-        self._threads.end()
 
     def _ticks(self, slices: SuspendedSlices, expected: int) -> bool:
         if self._as_one is None and self.fit.vectorize:

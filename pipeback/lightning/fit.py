@@ -131,6 +131,8 @@ class Fit:
         looks = self.found.step is not None and self.found.step.looks
         if self.vectorize == "auto" and looks and any(method.delays(2)):
             self._why_apart, self.vectorize = f"training_step calls {self.found.shown} without gradients", False
+        if self.vectorize == "auto" and self.found.step is not None and self.found.step.operator:
+            self._why_apart, self.vectorize = "the first that training_step calls is one of torch.ops", False
         given["vectorize"] = self.vectorize
         inside = torch.get_default_dtype()
         torch.set_default_dtype(self._dtype)

@@ -105,7 +105,6 @@ class FitState:
 
     def leave(self) -> None:
         """Give the module its weights again; close the pipeline if others need its processes or files."""
-        self.fit.ahead.leave()
         self.rank.leave(self)
 
     def begin_validation(self) -> None:

@@ -78,6 +78,7 @@ class FollowedStep:
         self._single = False  # whether it makes one call only, of a module
         self._seen = set[str]()  # modules with trained weights that it calls without gradients, when it runs first
         self._frozen = FrozenCalls()
+        self.operator = False  # whether its first call is of torch.ops, which cannot be left for another slice's
         self.far = False  # whether other devices or a store have the stages' weights
         self._inside = 0  # how many calls of the twin's own forward are running
         self._made_of: list[set[Any]] = []  # of each call: what it was made of when it was traced
@@ -155,6 +156,7 @@ class FollowedStep:
             if not answers:
                 place.close()  # the stages run the modules as they are
                 self._refresh()  # training_step may have set attributes
+                self.operator = call.operator
                 answers.append([forward(*call.args, **call.kwargs)] if self._single else forward(*tensors))
                 place.enter_context(self._instead(calls, look))
             return self._answer(call, answers)

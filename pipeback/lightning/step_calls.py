@@ -27,6 +27,7 @@ DROPS = {
     "rrelu_", "gumbel_softmax", "fractional_max_pool2d", "fractional_max_pool3d",
 }  # fmt: skip
 TURNS = {"T", "mT", "H", "mH", "real", "imag"}  # properties that autograd follows
+OPERATORS = type(torch.ops.aten.add), type(torch.ops.aten.add.Tensor)
 LOOKS = {"detach", "size", "dim", "numel", "register_hook", "requires_grad_"}  # a weight that is looked at, not used
 
 
@@ -39,6 +40,7 @@ class Heard(NamedTuple):
     made_of: tuple[Any, ...]  # its plain arguments, and by which operations its tensors come from the batch and calls
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
+    operator: bool = False  # whether it is one of torch.ops
 
 
 class StepCalls(TorchFunctionMode):
@@ -84,7 +86,8 @@ class StepCalls(TorchFunctionMode):
             return output
         shown = f"{name} of self.{weight}" if uses else f"the random numbers of {name}"
         does = partial(func, *args, **kwargs)
-        return self._hears(Heard(shown, uses, does, self._origin(name, given), args, kwargs))
+        of_ops = isinstance(func, OPERATORS)
+        return self._hears(Heard(shown, uses, does, self._origin(name, given), args, kwargs, of_ops))
 
     @contextmanager
     def off(self) -> Iterator[None]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -17,7 +17,7 @@ from pipeback.lightning import micro_batches, step_checks
 from pipeback.lightning.call_override import call_instead
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
-from pipeback.lightning.suspended_step import CallThreads, Suspended, TorchModes
+from pipeback.lightning.suspended_step import Suspended, TorchModes
 
 Slice = tuple[Any, int]  # and its samples
 
@@ -30,12 +30,10 @@ _SETS = (
     "training_step sets what the forward of {name} reads to something else for one micro-batch of a batch than for the "
     "one before, but where stages run as one, these go forward together; use PipelineStrategy(vectorize=False)"
 )
-
-
-class _Asked(NamedTuple):
-    """A suspended `training_step` waits for F of this micro-batch."""
-
-    x: Any
+_OPERATOR = (
+    "the first that training_step calls is one of torch.ops, within which no other micro-batch can go on, where stages "
+    "run as one or visit a store; use torch.nn.functional, or vectorize=False and store=None"
+)
 
 
 class SuspendedSlices:
@@ -50,13 +48,12 @@ class SuspendedSlices:
         cut: list[Slice],
         given: Callable[[Any], Given],
         log: micro_batches.Log,
-        threads: CallThreads,
         settings: Callable[[], int],
     ) -> None:
         modes = TorchModes.now()
         self.found, self.cut, self.log = found, cut, log
         run = self._followed if found.step is not None else Given.run
-        self.calls = [Suspended(partial(run, given(batch)), threads, modes) for batch, _ in cut]
+        self.calls = [Suspended(partial(run, given(batch)), modes) for batch, _ in cut]
         self._entered: set[int] = set()  # those that have called the model
         self._running = 0
         self._settings = settings
@@ -71,7 +68,7 @@ class SuspendedSlices:
     @property
     def asked(self) -> list[Any]:
         """The inputs of the model, of those that wait."""
-        return [call.question.x for call in self.calls if isinstance(call.question, _Asked)]
+        return [call.question for call in self.calls if call.asks]
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -120,22 +117,23 @@ class SuspendedSlices:
 
     def _run(self, n: int, answer: Any = None) -> bool:
         self._running, self.log.samples = n, self.cut[n][1]
-        return self.calls[n].go_on_to(_Asked, answer)
+        return self.calls[n].go_on(answer)
 
     def _forward(self, *inputs: Any, **named: Any) -> Any:
         """Stand in for the forward of the model."""
-        n = self._running
         if not torch.is_grad_enabled():
             self._look()
-            return self.calls[n].ask(partial(self._original, *inputs, **named))  # in the caller's thread
+            return self._original(*inputs, **named)
         return self._ask(*inputs, **named)
 
     def _ask(self, *inputs: Any, **named: Any) -> Any:
         """Ask for F of the slice that runs."""
         n = self._running
         step_checks.check_call(self.found, inputs, named, again=n in self._entered)
+        if n and self.found.step is not None and self.found.step.operator:  # of pybind, whose frames end in order
+            raise ValueError(_OPERATOR)
         self._entered.add(n)
-        return self.calls[n].ask(_Asked(self.found.given(inputs, named)))
+        return self.calls[n].ask(self.found.given(inputs, named))
 
     def _followed(self, given: Given) -> Any:
         """Run a `training_step` whose own calls are followed."""

@@ -1,4 +1,6 @@
-"""Closed message: the error of a pipeline that has ended, with its cause and the calls that are still possible."""
+"""Closed message: the error of a pipeline that has ended, with its cause and the calls that are still possible; and of
+one that cannot do something amid a micro-batch.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +14,9 @@ TAKE_BACK = (
 BEFORE_THE_STATES = (
     "; take_back did not help, since the micro-batch came before the first state that is kept: before weights or an "
     "optimizer's state were written into, or a state was loaded; call drain() before you do so"
+)
+AMID = (
+    "a micro-batch has gone forward; call backward with its gradient first (under Lightning, ask in on_train_batch_end)"
 )
 _REOPENS = "load_state_dict() reopens it"
 _BEFORE = (

@@ -18,7 +18,7 @@ from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.errors import StageError
 from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.build import Built, telling
-from pipeback.pipeline.closed_message import TAKE_BACK, closed
+from pipeback.pipeline.closed_message import AMID, TAKE_BACK, closed
 from pipeback.pipeline.grad_modes import recording
 from pipeback.pipeline.kept_states import KeptStates
 from pipeback.pipeline.loss_watch import LossWatch
@@ -231,7 +231,7 @@ class Engine:
         if self.error is not None:
             raise closed(self.error, self._otherwise) from self.error
         if what in self.amid:
-            raise RuntimeError("a micro-batch has gone forward; call backward with its gradient first")
+            raise RuntimeError(AMID)
 
     def do(self, what: Callable[[], Any], harmless: tuple[type[BaseException], ...] = ()) -> Any:
         """Do it. An error closes the pipeline, since a wave may be half done, unless it is one of `harmless`."""

@@ -93,9 +93,10 @@ class OutsideLoss:
                     )
                 return self._unused.filled(gradient, output, engine.holding.stages)
 
+        engine.amid = _NOT_NOW  # for who computes the losses
         output = self._newest = engine.do(partial(ticks.forward, xs, engine.current, expected, judged))
         self.ahead.backward(len(xs) - 1)
-        self._forward(1, "drain", "wait")
+        self._forward(1, *_NOT_NOW)
         engine.holding.hide()
         return self._shown(output, xs[-1])
 
@@ -206,6 +207,7 @@ class OutsideLoss:
         return self._engine.runtime
 
 
+_NOT_NOW = "drain", "wait"  # what cannot be done while a micro-batch is between F and B
 _LATE = (
     "forget, or a gradient of None: stages that run as one have gone on with other micro-batches; give backward a "
     "gradient of zeros, or build the pipeline with vectorize=False"

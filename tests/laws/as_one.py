@@ -131,7 +131,7 @@ def through(pipe, some, sizes=(8, 3, 1, 8, 5, 2)):
         xs, ys = zip(*(some.pop(0) for _ in range(size)), strict=True)
 
         def judge(n, output, ys=ys):
-            loss = mse_loss(output, ys[n])
+            loss = mse_loss(output.to(ys[n].dtype), ys[n])  # torch 2.11 does not differentiate it otherwise
             losses.append(loss.detach())
             loss.backward()
             return output.grad

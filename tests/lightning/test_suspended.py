@@ -1,7 +1,5 @@
 """A `training_step` that is suspended where it calls the model, while a batch goes through the stages twice."""
 
-import threading
-
 import lightning.pytorch as pl
 import pytest
 import torch
@@ -30,7 +28,6 @@ def test_a_training_step_that_is_not_one(step, message):
 
     with pytest.raises((ValueError, TypeError), match=message):
         fitted("host", size=1, module=Odd)
-    assert not [t for t in threading.enumerate() if t.name == "pipeback call"]
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -56,7 +53,6 @@ def test_an_error_in_training_step(when):
         fitted("host", size=1, module=Failing)
     assert "training_step" in [entry.name for entry in caught.traceback]
     assert len(cleaned) == (2 if when == "before" else 3)
-    assert not [t for t in threading.enumerate() if t.name == "pipeback call"]
 
 
 def test_a_call_without_gradients_within_training_step():
