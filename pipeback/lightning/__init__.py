@@ -4,6 +4,7 @@ Floor 9. It may import every room, and no room imports it.
 """
 
 try:
+    import greenlet  # noqa: F401
     import lightning.pytorch  # noqa: F401
 except ModuleNotFoundError as error:
     raise ModuleNotFoundError(

@@ -24,6 +24,7 @@ MODE = (
     "training_step calls the model within {mode}, which would see other micro-batches, too, where stages run as one or "
     "visit a store; leave it out, or use vectorize=False and store=None"
 )
+_CPU = torch.device("cpu")
 
 
 class TorchModes(NamedTuple):
@@ -39,11 +40,11 @@ class TorchModes(NamedTuple):
     @classmethod
     def now(cls) -> TorchModes:
         kinds = accelerators.kinds()
-        casts = tuple((k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds)
-        stream = accelerators.in_use()
+        casts = tuple([(k, torch.is_autocast_enabled(k), torch.get_autocast_dtype(k)) for k in kinds])
+        device = torch.get_default_device() if function_modes() else _CPU  # a default is one of these modes
         return cls(
-            torch.is_grad_enabled(), casts, torch.is_autocast_cache_enabled(),
-            torch.get_default_dtype(), torch.get_default_device(), stream,
+            torch.is_grad_enabled(), casts, torch.is_autocast_cache_enabled(), torch.get_default_dtype(), device,
+            accelerators.in_use() if len(kinds) > 1 else None,
         )  # fmt: skip
 
     def set(self) -> None:

@@ -3,6 +3,8 @@
 """
 
 import contextvars
+import subprocess
+import sys
 import threading
 
 import pytest
@@ -142,3 +144,9 @@ def test_a_step_that_begins_with_an_operator(monkeypatch):
     same(found.losses, wanted.losses)
     monkeypatch.setattr(Operator, "linear", staticmethod(torch.nn.functional.linear))  # the other
     same(fitted("pb", vectorize=True, kind=Operator)[0].losses, wanted.losses)
+
+
+def test_without_greenlet():
+    code = "import sys; sys.modules['greenlet'] = None; import pipeback.lightning"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
+    assert "pipeback.lightning needs greenlet: pip install 'pipeback[lightning]'" in done.stderr
