@@ -11,11 +11,10 @@ from torch import Tensor
 from pipeback.errors import StageError
 from pipeback.runtime.executor import JoinedOperations, SplitOperations
 from pipeback.runtime.joined_graphs import JoinedGraphs, able
+from pipeback.runtime.one_by_one import OneByOne
 from pipeback.runtime.split_executor import SplitExecutor
 from pipeback.runtime.worker import Worker
-from pipeback.schedules.ops import Schedule
-from pipeback.schedules.order import Ops, Order
-from pipeback.schedules.spans import Span
+from pipeback.schedules.order import Ops
 from pipeback.stages.failed_graph import failed
 from pipeback.stages.flight import Flight, weighed
 from pipeback.stages.gradients import differentiate
@@ -23,12 +22,10 @@ from pipeback.stages.stage import Stage
 from pipeback.tensors.copies import to_device
 
 
-class StageExecutor:
+class StageExecutor(OneByOne):
     """The executor of the stages of `worker`; F is the forward, B the backward of a micro-batch at one stage."""
 
-    as_one = False  # each operation is a call
     whole = ""
-    by_group = False
     undoes = True  # every operation leaves its results in the stages and the link
 
     def __init__(self, worker: Worker) -> None:
@@ -38,27 +35,6 @@ class StageExecutor:
         if worker.residence.joins and able(worker.method):
             self.joined = JoinedGraphs(worker, self.first_bad)
         self.apart = any(stage.keeping is not None and stage.keeping.apart for stage in self.stages.values())
-
-    def record(self, on: bool) -> None:
-        """Do nothing: the worker measures each operation."""
-
-    def leap(self, order: Order, span: Span) -> int:
-        """Return 0: each operation is done by itself."""
-        return 0
-
-    def begin_flush(self, first: int, count: int, schedule: Schedule) -> bool:
-        """Return False: each operation is done by itself."""
-        return False
-
-    def begin_turn(self, order: Order) -> bool:
-        """Return False: each operation is done by itself."""
-        return False
-
-    def land(self) -> None:
-        """Do nothing: no tick is leapt."""
-
-    def look(self) -> None:
-        """Do nothing: the stages are asked at every operation."""
 
     def forward(self, ops: Ops) -> list[Flight]:
         """Do F of each (stage, micro-batch), in the order given; return the new flights."""
@@ -124,19 +100,6 @@ class StageExecutor:
         sizes = self.worker.sizes
         size = sizes.pop(i) if stage.index == self.worker.first else sizes[i]
         stage.gradients.count_more(size - 1)
-
-    def update(self, ops: Ops) -> Ops:
-        """Return all operations: none is done here."""
-        return ops
-
-    def spread(self) -> None:
-        """Do nothing: each stage has its gradients."""
-
-    def take_up(self) -> None:
-        """Do nothing: stages and link hold the whole state."""
-
-    def use(self, stacks: Sequence[Any]) -> None:
-        """Do nothing: every stage runs on its own."""
 
     # -- errors --------------------------------------------------------------------------------------------------
 

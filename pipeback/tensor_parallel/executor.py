@@ -2,28 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
-
 import torch
 
 from pipeback.runtime.executor import JoinedOperations, SplitOperations
 from pipeback.runtime.link import WireLink
+from pipeback.runtime.one_by_one import OneByOne
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.worker import Worker
-from pipeback.schedules.ops import Schedule
-from pipeback.schedules.order import Ops, Order
-from pipeback.schedules.spans import Span
+from pipeback.schedules.order import Ops
 from pipeback.stages.flight import Flight
 from pipeback.tensor_parallel.group import TensorGroup
 
 
-class TensorExecutor:
+class TensorExecutor(OneByOne):
     """The executor of a worker of which `group` has one rank per shard; all do the same operations in one order."""
 
     apart = True  # backwards one by one, in the order in which the other ranks do them
-    as_one = False  # each operation is a call
-    by_group = False
     split: SplitOperations | None = None
     joined: JoinedOperations | None = None
     whole = "several ranks compute it together"  # and both parts of a backward would exchange tensors
@@ -32,27 +26,6 @@ class TensorExecutor:
     def __init__(self, worker: Worker, group: TensorGroup) -> None:
         self.worker, self.link, self.group = worker, worker.link, group
         self._one_by_one = StageExecutor(worker)
-
-    def record(self, on: bool) -> None:
-        """Do nothing: the worker measures each operation."""
-
-    def leap(self, order: Order, span: Span) -> int:
-        """Return 0: each operation is done by itself."""
-        return 0
-
-    def begin_flush(self, first: int, count: int, schedule: Schedule) -> bool:
-        """Return False: each operation is done by itself."""
-        return False
-
-    def begin_turn(self, order: Order) -> bool:
-        """Return False: each operation is done by itself."""
-        return False
-
-    def land(self) -> None:
-        """Do nothing: no tick is leapt."""
-
-    def look(self) -> None:
-        """Do nothing: the stages are asked at every operation."""
 
     def forward(self, ops: Ops) -> list[Flight]:
         """Do F of each (stage, micro-batch), in the order given; return the new flights."""
@@ -66,19 +39,6 @@ class TensorExecutor:
         """Do B of each (stage, micro-batch)."""
         with self.group.together():
             self._one_by_one.backward(ops)
-
-    def update(self, ops: Ops) -> Ops:
-        """Return all operations: each stage is updated by itself."""
-        return ops
-
-    def spread(self) -> None:
-        """Do nothing: each stage has its gradients."""
-
-    def take_up(self) -> None:
-        """Do nothing: stages and link hold the whole state."""
-
-    def use(self, stacks: Sequence[Any]) -> None:
-        """Do nothing: every stage runs on its own."""
 
     def _compare(self, mb: int) -> None:
         """Raise `OtherBatch` if ranks of the group were given different micro-batches; later workers compare theirs."""
