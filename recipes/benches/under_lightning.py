@@ -277,10 +277,17 @@ def rows() -> Rows:
     """What `against=` compares."""
     words = f"{NARROW.words}, batches of 64"
     both = (False, True)
-    return {(words, label(name, watched)): partial(train, name, watched) for name in METHODS for watched in both}
+    apart = {(words, label(name, watched)): partial(train, name, watched) for name in METHODS for watched in both}
+    cases = (NARROW, LONG, DEEP, TRANSFORMER)
+    return apart | {
+        (case.words, '`pb`, `vectorize="auto"`'): partial(train, "pb", False, case=case, vectorize="auto")
+        for case in cases
+    }
 
 
-def train(method: str, watched: bool, turns: Iterable[None]) -> None:
+def train(
+    method: str, watched: bool, turns: Iterable[None], *, case: Case = NARROW, vectorize: bool | str = False
+) -> None:
     """A turn has this many batches; Lightning asks for one ahead, which makes no difference from turn to turn."""
-    batches = data(COUNT)
-    fit(method, (batch for _ in turns for batch in batches), watched)
+    batches = data(COUNT, case)
+    fit(method, (batch for _ in turns for batch in batches), watched, case=case, vectorize=vectorize)

@@ -283,7 +283,7 @@ def test_what_is_compared_under_lightning_trains_turn_by_turn():
     seen = []
     under_lightning.train("pb", False, (seen.append(None) for _ in range(2)))
     assert len(seen) == 2
-    assert len(under_lightning.rows()) == 4
+    assert len(under_lightning.rows()) == 8
 
 
 def test_stages_of_a_store_run_as_one_or_one_by_one(capsys):
