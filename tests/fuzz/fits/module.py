@@ -13,6 +13,7 @@ from torch.optim import lr_scheduler
 from torchmetrics import MeanSquaredError
 
 from pipeback.lightning import PipelineStrategy
+from pipeback.private import function_modes
 from tests.fuzz.cases import OPTIMIZERS
 from tests.fuzz.models import Followed, stages
 from tests.fuzz.program import Seen
@@ -33,8 +34,13 @@ SCHEDULERS: dict[str, Any] = {
 # of training_step, but for those of the callbacks below, and "shuffle" and "monitor", which `train` sees to
 QUIRKS = (
     "noise", "early log", "look", "late noise", "scaled", "slope", "size", "metric", "dict", "groups", "between",
-    "forward", "rate", "weight decay", "dropout", "shuffle", "monitor", "ask",
+    "forward", "rate", "weight decay", "dropout", "shuffle", "monitor", "ask", "modes",
 )  # fmt: skip
+
+
+def _settings() -> tuple[Any, ...]:
+    """How torch computes in this thread."""
+    return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu"), torch.get_default_dtype(), function_modes()
 
 
 class Module(pl.LightningModule):
@@ -43,7 +49,7 @@ class Module(pl.LightningModule):
     Quirks: `noise` on the input, `late noise` in the loss, `between` two modules; `early log` before the model is
     called; `look` at an output without gradients; a loss that is `scaled` by the epoch, or has its own `slope`;
     `size` of a batch as it is logged; a `metric`; a `dict` is returned; parameter `groups`; its `forward` is called
-    by name.
+    by name, or the model is called in `modes` of torch that are not those around the step.
     """
 
     def __init__(self, fit: Fit, dtype: torch.dtype) -> None:
@@ -93,7 +99,7 @@ class Module(pl.LightningModule):
         return x
 
     def training_step(self, batch: dict[str, Tensor], batch_idx: int) -> Any:
-        quirks, x, y = self.of.quirks, batch["x"], batch["y"]
+        quirks, x, y, before = self.of.quirks, batch["x"], batch["y"], _settings()
         if batch_idx in self.of.skips:
             return None
         if "noise" in quirks and x.is_floating_point():
@@ -103,7 +109,12 @@ class Module(pl.LightningModule):
         if "look" in quirks:
             with torch.no_grad():
                 self.log("looked", self.output(x).sum())
-        output = self.output(x)
+        if "modes" in quirks:
+            with torch.device("cpu"), torch.autocast("cpu", enabled=False):
+                output = self.output(x)
+            assert _settings() == before
+        else:
+            output = self.output(x)
         loss = mse_loss(output, y)
         if "late noise" in quirks:
             loss = loss + 0.01 * (output * torch.randn_like(output)).mean()
