@@ -1,7 +1,8 @@
-"""Conditionals: calls of torch.cond while operations are watched.
+"""Conditionals: calls of torch.cond within stages and traces.
 
-torch.cond compiles its branches, which neither a trace nor a watch of every operation survives. What watches sees the
-branch that is taken, run as it is written: the same operations on the same values. A stage calls torch.cond itself.
+torch.cond compiles its branches, which neither a trace nor a watch of every operation survives, and whose weights must
+not share memory, as those of a stage may, on the device of a store for one. So the branch that is taken is run as it
+is written: the same operations on the same values.
 """
 
 from __future__ import annotations
@@ -46,6 +47,20 @@ def branches_taken(refused: Callable[[], ValueError | None] = lambda: None) -> I
             _contexts -= 1
             if not _contexts:
                 _cond.__code__ = _code
+
+
+def branch_taken(call: Callable[[Any], Any], given: Any) -> Any:
+    """Return what `call` makes of an input, within `branches_taken`."""
+    with branches_taken():
+        return call(given)
+
+
+@contextmanager
+def noticed() -> Iterator[list[None]]:
+    """Within `branches_taken`, a list that gets an entry per call of torch.cond."""
+    seen: list[None] = []
+    with branches_taken(lambda: seen.append(None)):
+        yield seen
 
 
 def _redirected(pred: Any, true_fn: Any, false_fn: Any, operands: tuple[Any, ...] | list[Any] = ()) -> Any:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from pipeback.methods.base import Method, State
 from pipeback.private import registered
+from pipeback.splitting.conditionals import branch_taken
 from pipeback.stages.device_slot import DeviceSlot
 from pipeback.stages.flight import ActivationPolicy, Flight, Value, begins, for_loss, laid_alike, reported, weighed
 from pipeback.stages.gradients import Gradients, GradientSums, averaged, differentiate, nothing, sparse_rows
@@ -251,7 +252,7 @@ class Stage:
 
     def run(self, given: Value, target: Any) -> Value:
         """Run the module, and on the last stage the loss after it."""
-        output = self.call(given)
+        output = branch_taken(self.call, given) if self.learnt.conditionals else self.call(given)
         if self.loss is None:
             return output
         return self.loss(structured(self.module, given, output), for_loss(self.device, target))
@@ -271,8 +272,7 @@ class Stage:
         if grad is None and self.judges:
             grad = weighed(output, 1)
         outputs = output if type(output) is tuple else (output,)
-        grads = grad if type(grad) is tuple else (grad,) * len(outputs)
-        for y, g in zip(outputs, grads, strict=True):
+        for y, g in zip(outputs, grad if type(grad) is tuple else (grad,) * len(outputs), strict=True):
             if y.requires_grad and g is not None:
                 roots.append(begins(y))
                 seeds.append(g.to(y.device) if self.learnt.mixed else g)

@@ -106,6 +106,48 @@ def test_runtimes_agree():
     assert found[0][:6] == found[1][:6] and all(map(torch.equal, found[0][6:], found[1][6:]))
 
 
+class Small(Gate):
+    """Branches for small batches only."""
+
+    def forward(self, h):
+        return super().forward(h) if len(h) < 4 else self.no(h)
+
+
+@pytest.mark.parametrize(
+    ("gate", "sizes", "options"),
+    [
+        (Gate, (5, 5, 5, 3), {}),
+        (Gate, (5, 5, 5, 5), {"store": "host"}),
+        (Small, (5, 5, 3, 3), {}),
+        rare(Gate, (5, 5, 5, 3), {"workers": 2, "store": "host"}),
+        rare(Small, (5, 5, 3, 3), {"activations": "recompute"}),
+    ],
+)
+def test_weights_that_share_memory(gate, sizes, options):
+    """torch.cond refuses to compile branches of such weights, which other shapes ask it to do once more."""
+    batches = [x[:size] for x, size in zip(BATCHES, sizes, strict=False)]
+    model = Gated(gate)
+    plain, splitting = copy.deepcopy(model), pipeback.Splitting("layer", leaves=["gate"])
+    torch._dynamo.reset()
+    pipe = pipeline(model, batches[0], stages=splitting, **options)
+    losses = [pipe.push(x, torch.zeros(len(x), 4)) for x in batches]
+    held_out = pipe.evaluate(BATCHES[4][:4], torch.zeros(4, 4))
+    with pipe.present(1):
+        assert len({weight.untyped_storage().data_ptr() for weight in model.gate.parameters()}) == 1
+    pipe.close()
+    torch._dynamo.reset()
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+    for x, found in zip(batches, losses, strict=True):
+        loss = nn.functional.mse_loss(plain(x), torch.zeros(len(x), 4))
+        assert torch.equal(found, loss.detach())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    wanted = nn.functional.mse_loss(plain(BATCHES[4][:4]), torch.zeros(4, 4))
+    assert torch.equal(torch.as_tensor(held_out), wanted)
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+
+
 def test_only_the_thread_that_asks_runs_a_branch_at_once():
     original, code, seen = torch.cond, torch.cond.__code__, []
 
