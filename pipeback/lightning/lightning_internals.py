@@ -42,6 +42,8 @@ def validates_next(trainer: Any) -> bool:
     fit, batches = trainer.fit_loop, trainer.fit_loop.epoch_loop.batch_progress.current
     if not trainer.training or fit._data_fetcher is None or batches.ready != batches.processed or not batches.ready:
         return False
+    if fit.epoch_loop.val_loop._max_batches and fit.epoch_loop.val_loop.skip:  # Lightning leaves out an empty one, too
+        return False
     return bool(fit.epoch_loop._should_check_val_fx(fit._data_fetcher))
 
 

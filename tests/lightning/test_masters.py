@@ -15,7 +15,7 @@ from tests.lightning.test_resume import BATCHES, checkpoints, fit, saved
 
 
 def bf16(where, module, data, *rest, **options):
-    return fit(where, module, data, *rest, precision="bf16-true", validate=False, **options)
+    return fit(where, module, data, *rest, precision="bf16-true", validated=0, **options)
 
 
 @pytest.mark.parametrize("case", ["sgd", "pb", "cerebras", "pipedream", "gpipe-4", "pipemare"])

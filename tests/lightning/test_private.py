@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
+from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
 from torchmetrics import MeanSquaredError
 
@@ -142,3 +143,7 @@ def test_whether_validation_follows():
         (what, n, what == "ends" and n in (1, 3)) for n in range(5) for what in ("begins", "ends")
     ]
     assert not any(due for what, _, due in seen if what == "validation")
+    seen.clear()
+    nothing = DataLoader(loader(1).dataset, batch_size=50, drop_last=True)
+    trainer(max_epochs=1, val_check_interval=2, callbacks=[Look()]).fit(Regression(), loader(5), nothing)
+    assert len(seen) == 10 and not any(due for *_, due in seen)

@@ -43,10 +43,12 @@ def checkpoints(folder, **options):
     return ModelCheckpoint(folder, save_top_k=-1, auto_insert_metric_name=False, filename="{epoch}-{step}", **options)
 
 
-def fit(where, module, data, ckpt=None, seed=7, validate=True, **options):
+def fit(where, module, data, ckpt=None, seed=7, validated=2, **options):
+    """validated: batches of 3 that are held out; less than one is no batch at all, but a loader."""
     pl.seed_everything(seed, verbose=False)
     run = trainer(where, max_epochs=3, enable_checkpointing=bool(options.get("callbacks")), **options)
-    run.fit(module, data, loader(2) if validate else None, ckpt_path=ckpt)
+    held_out = DataLoader(dataset(samples=int(3 * validated), batches=1), batch_size=3, drop_last=True)
+    run.fit(module, data, held_out if validated else None, ckpt_path=ckpt)
     return run
 
 
@@ -130,10 +132,12 @@ def test_where_no_batch_is_left_to_cut_the_model_by(tmp_path):
 
 
 @pytest.mark.parametrize("when", [0, 1, 3])
-def test_before_a_validation_that_drains(when, tmp_path):
-    """Lightning leaves that validation out when it resumes."""
+@pytest.mark.parametrize("validated", [2, 0.7])
+def test_before_a_validation_that_drains(when, validated, tmp_path):
+    """Lightning leaves that validation out when it resumes, and always if its loader has dropped the only batch."""
     drains = lambda: strategy("pb", micro_batch_size=1, drain="validation")  # noqa: E731
-    options, data = {"val_check_interval": 2}, lambda: StatefulDataLoader(dataset(4), batch_size=3)
+    options = {"val_check_interval": 2, "validated": validated}
+    data = lambda: StatefulDataLoader(dataset(4), batch_size=3)  # noqa: E731
     whole = Regression()
     fit(drains(), whole, data(), callbacks=[checkpoints(tmp_path, every_n_train_steps=1)], **options)
     resumed = Regression(network(seed=99))

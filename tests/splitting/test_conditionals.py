@@ -148,6 +148,26 @@ def test_weights_that_share_memory(gate, sizes, options):
     assert all(map(torch.equal, model.parameters(), plain.parameters()))
 
 
+@pytest.mark.parametrize("activations", ["device", "recompute"])
+def test_what_is_in_flight_goes_on_from_a_state(activations):
+    made = lambda model: pipeline(  # noqa: E731
+        model, BATCHES[0], method="pb", stages=pipeback.Splitting("layer", leaves=["gate"]), store="host",
+        activations=activations,
+    )  # fmt: skip
+    torch._dynamo.reset()
+    pipe = made(Gated())
+    for x in BATCHES:
+        pipe.push(x, torch.zeros(5, 4))
+    other = made(Gated())
+    other.load_state_dict(pipe.state_dict())
+    found = []
+    for each in (pipe, other):
+        each.drain()
+        found.append([p.detach().clone() for p in each.model.parameters()])
+        each.close()
+    assert all(map(torch.equal, *found))
+
+
 def test_only_the_thread_that_asks_runs_a_branch_at_once():
     original, code, seen = torch.cond, torch.cond.__code__, []
 

@@ -36,4 +36,7 @@ FAULTS = {
         runtime={"devices": 2, "vectorize": "auto", "store": "host", "ahead": 1},
         precision="bf16-true",
     ),
+    "a resumed fit drained before a validation that has no batch, which Lightning leaves out": Fit(
+        model="batch", stages=2, method="gpipe-3", batch=6, validate=1, drain="validation", resume=0
+    ),
 }
