@@ -15,7 +15,7 @@ from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.grad_modes import unrecorded
 from pipeback.pipeline.held_out import Judge, Means, is_loader, joined, pairs
 from pipeback.pipeline.option_checks import at_least_one
-from pipeback.splitting.conditionals import branches_taken
+from pipeback.splitting.control_flow import as_written
 from pipeback.stages.evaluation import evaluate
 from pipeback.stages.flight import Value, cut
 from pipeback.stages.stage import Stage
@@ -78,7 +78,7 @@ class Evaluation:
             engine.wait()
             value = x = engine.entrance.enter(x, engine.wait)
             for stage in engine.stages:
-                with engine.holding.present(stage), branches_taken():
+                with engine.holding.present(stage), as_written():
                     value = stage.module(stage.enter(value)[1])
             return engine.entrance.leave(cut(value), x)
 

@@ -41,9 +41,9 @@ def away(who: str, where: str, name: str) -> ValueError:
     )
 
 
-def conditional(who: str, where: str) -> ValueError:
-    """The error for a call of torch.cond, whose branches may hold any weights."""
-    return ValueError(f"{who}.forward calls torch.cond, which cannot be traced; {cure_whole(where)}")
+def compiles(who: str, where: str, name: str) -> ValueError:
+    """The error for a call of torch.cond or torch.while_loop, whose functions may hold any weights."""
+    return ValueError(f"{who}.forward calls {name}, which cannot be traced; {cure_whole(where)}")
 
 
 def set_elsewhere(who: str) -> str:

@@ -27,7 +27,7 @@ from pipeback.splitting.autocast_regions import autocasts, other
 from pipeback.splitting.call_cost import Work
 from pipeback.splitting.call_listeners import calls_heard
 from pipeback.splitting.call_trace import Attribute, Call, CallTrace
-from pipeback.splitting.conditionals import branches_taken
+from pipeback.splitting.control_flow import as_written
 from pipeback.splitting.data_sizes import bounded, ends_at_tensors, padded, pads, to_longest
 from pipeback.splitting.escaped_tensors import Escape, Inside
 from pipeback.splitting.in_place import Hooked, Kept, stays
@@ -83,7 +83,7 @@ def trace_forward(
             recorder,
             calls_heard(modules.values(), recorder.call, recorder.applied, recorder.mapped),
             recorder.sets.heard(modules.values(), recorder.set_from_outside, recorder.apart),
-            branches_taken(lambda: None if r.inside else refusals.conditional(r.name(r.where), r.where)),
+            as_written(lambda name: None if r.inside else refusals.compiles(r.name(r.where), r.where, name)),
         ):
             stack.enter_context(context)
         output = model(*args, **kwargs) if values is None else functional_call(model, dict(values), args, dict(kwargs))

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from pipeback import private
-from pipeback.splitting.conditionals import branches_taken
+from pipeback.splitting.control_flow import as_written
 from pipeback.splitting.module_walk import walked
 
 
@@ -48,9 +48,9 @@ def uncompiled(model: nn.Module | Sequence[nn.Module], where: str = "model") -> 
 
 @contextmanager
 def eagerly() -> Iterator[None]:
-    """A context within which what torch.compile and torch.cond would compile runs as it is written, and is traced."""
+    """A context within which what torch would compile runs as it is written, and is traced."""
     compiles = "torch._dynamo" in sys.modules  # else nothing is compiled, and it would take seconds to import
-    with branches_taken(), torch.compiler.set_stance("force_eager") if compiles else nullcontext():
+    with as_written(), torch.compiler.set_stance("force_eager") if compiles else nullcontext():
         yield
 
 

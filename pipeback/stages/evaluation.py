@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from pipeback.splitting.conditionals import branches_taken
+from pipeback.splitting.control_flow import as_written
 from pipeback.stages.flight import Value, cut
 from pipeback.stages.stage import Stage
 
@@ -22,7 +22,7 @@ def evaluate(stages: Sequence[Stage], x: Value) -> Value:
         for module, _ in modes:
             module.training = False
         value = x
-        with torch.no_grad(), branches_taken():
+        with torch.no_grad(), as_written():
             for stage in stages:
                 given = tuple(leaf.detach() for leaf in stage.enter(value)[0])  # none needs a gradient
                 if value is x or stage.learnt.clones_input:  # the first push finds it out

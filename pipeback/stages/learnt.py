@@ -18,7 +18,7 @@ class Learnt(NamedTuple):
     mixed: bool = True  # inputs or gradients may come from another device
     alike: tuple[torch.Size, ...] | None = None  # for inputs of these shapes, gradients have the inputs' strides
     clones_input: bool = False  # a module that changes its input in place gets a copy
-    conditionals: bool = False  # it calls torch.cond
+    control_flow: bool = False  # it calls torch.cond or torch.while_loop
     changing: tuple[tuple[dict[str, Tensor | None], str], ...] = ()  # buffers that forwards change: where they are
     activation_bytes: int = 0  # per micro-batch, on the device
     handed_bytes: int = 0  # those of them that the stage before keeps as well, and longer, if it is in this process

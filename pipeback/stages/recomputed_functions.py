@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from pipeback.private import identity, in_backward, pytree
-from pipeback.splitting.conditionals import branches_taken
+from pipeback.splitting.control_flow import as_written
 from pipeback.splitting.provenance import WEIGHTS, Provenance, memory_of, written
 from pipeback.stages.compiled import Compiled
 from pipeback.stages.copy_slices import Handle, Handles
@@ -216,7 +216,7 @@ class Afresh:
                 return again(packed)
             return handles.unpack(packed) if isinstance(packed, Handle) else packed.back()
 
-        with branches_taken(), saved_tensors_hooks(pack, unpack), watched:
+        with as_written(), saved_tensors_hooks(pack, unpack), watched:
             output = self.inner(given)
         sources.clear()  # torch holds `pack` as long as the graph, and a recorder holds what it has seen
         torch.clear_autocast_cache()

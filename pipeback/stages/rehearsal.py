@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeback.methods.base import Method
-from pipeback.splitting.conditionals import noticed
+from pipeback.splitting.control_flow import noticed
 from pipeback.splitting.module_restore import Home
 from pipeback.stages import (
     compile_check,
@@ -73,9 +73,9 @@ def rehearse(
                 stage.work_on(there or (value[0] if isinstance(value, tuple) else value).device)
             stashes = stage.keeping is None or stage.keeping.stashes
             with untouched(stage) as homes:
-                with norm_check.watching(stage), stage.calling(stage.module), noticed() as conditionals:
+                with norm_check.watching(stage), stage.calling(stage.module), noticed() as calls:
                     weight_writes.check(stage, method, delays, partial(_learn, stage, value, target))
-                stage.learn(changing=_changing(homes), conditionals=bool(conditionals))
+                stage.learn(changing=_changing(homes), control_flow=bool(calls))
                 matters = stashes and stage.weights and faithful(method, delays[stage.index])
                 if isinstance(stage.call, Compiled) and matters:
                     stage.call.check = partial(compile_check.check, stage, method, warn)
@@ -104,11 +104,11 @@ def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
     """Do the cheap checks, of outputs and normalisations, for a micro-batch smaller than any before."""
     value = cut(x)
     for stage in stages:
-        with untouched(stage), norm_check.watching(stage), stage.calling(stage.module), noticed() as conditionals:
+        with untouched(stage), norm_check.watching(stage), stage.calling(stage.module), noticed() as calls:
             _, given = stage.enter(value)
             # with a graph, since the module may differentiate something itself
             value = cut(_checked(stage, _guarded(stage, _copied(given), target, _OTHER)))
-        stage.learn(conditionals=stage.learnt.conditionals or bool(conditionals))
+        stage.learn(control_flow=stage.learnt.control_flow or bool(calls))
     return value
 
 
@@ -120,9 +120,9 @@ def rehearse_form(
     for stage in stages:
         if stale_weights_check.guarded(stage, method, delays) and not isinstance(stage.call, Compiled):
             stale_weights_check.refuse(stage, value, target, method, warn)
-        with untouched(stage), stage.calling(stage.module), noticed() as conditionals:
+        with untouched(stage), stage.calling(stage.module), noticed() as calls:
             value = cut(_guarded(stage, _copied(stage.enter(value)[1]), target, _OTHER))
-        stage.learn(conditionals=stage.learnt.conditionals or bool(conditionals))
+        stage.learn(control_flow=stage.learnt.control_flow or bool(calls))
     return value
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from pipeback.methods.base import Method, State
 from pipeback.private import registered
-from pipeback.splitting.conditionals import branch_taken
+from pipeback.splitting.control_flow import run_as_written
 from pipeback.stages.device_slot import DeviceSlot
 from pipeback.stages.flight import ActivationPolicy, Flight, Value, begins, for_loss, laid_alike, reported, weighed
 from pipeback.stages.gradients import Gradients, GradientSums, averaged, differentiate, nothing, sparse_rows
@@ -252,7 +252,7 @@ class Stage:
 
     def run(self, given: Value, target: Any) -> Value:
         """Run the module, and on the last stage the loss after it."""
-        output = branch_taken(self.call, given) if self.learnt.conditionals else self.call(given)
+        output = run_as_written(self.call, given) if self.learnt.control_flow else self.call(given)
         if self.loss is None:
             return output
         return self.loss(structured(self.module, given, output), for_loss(self.device, target))

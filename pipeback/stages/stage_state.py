@@ -90,7 +90,7 @@ def save(
     plain["afresh"] = isinstance(stage.call, Afresh)
     plain["device"] = None if stage.device is None else stage.device.type
     # needed to build a graph anew
-    plain["clones_input"], plain["conditionals"] = stage.learnt.clones_input, stage.learnt.conditionals
+    plain["clones_input"], plain["control_flow"] = stage.learnt.clones_input, stage.learnt.control_flow
     if stage.random.state is not None:
         tensors["random"] = stage.random.state.clone()
     plain["settings"] = None if stage.learnt.settings is None else stage.learnt.settings.values
@@ -171,9 +171,9 @@ def load(stage: Stage, tensors: Mapping[str, Tensor], plain: Plain, options: dic
             stage.versions.hand_over(None)
         stage.random.go_to(_stream(stage, tensors["random"]) if "random" in tensors else None)
     stage.random.sow(plain["seed"])
-    conditionals = plain.get("conditionals", False)  # earlier states have none
+    control_flow = plain.get("control_flow", False)  # earlier states have none
     # the rehearsal will find out which are alike
-    stage.learn(clones_input=plain["clones_input"], conditionals=conditionals, alike=None)
+    stage.learn(clones_input=plain["clones_input"], control_flow=control_flow, alike=None)
     stage.call_by(as_it_was(stage, plain.get("afresh", False)))  # graphs in flight are built anew as they were
 
 

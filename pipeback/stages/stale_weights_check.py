@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pipeback.methods.base import Method
 from pipeback.private import pytree
-from pipeback.splitting.conditionals import branches_taken
+from pipeback.splitting.control_flow import as_written
 from pipeback.splitting.provenance import WEIGHTS, Provenance
 from pipeback.stages import saved_graph
 from pipeback.stages.compile_check import disturb, noise, untouched
@@ -88,7 +88,7 @@ def _watched(stage: Stage, value: Value, target: Any) -> tuple[str, tuple[int, .
                 *copies.tensors_in(given),
                 *(t for t in pytree.tree_leaves(target) if isinstance(t, Tensor)),
             ]
-            with branches_taken(), Provenance(data, stage.params) as provenance:
+            with as_written(), Provenance(data, stage.params) as provenance:
                 roots = grown(stage.run(given, target))
     finally:
         torch.clear_autocast_cache()

@@ -1,4 +1,6 @@
-"""torch.cond: a forward that calls it is told to keep the module whole, and the cure trains as a loop does."""
+"""torch.cond and torch.while_loop: a forward that calls one of them is told to keep the module whole, and the cure
+trains as a loop does.
+"""
 
 import copy
 import threading
@@ -8,7 +10,7 @@ import torch
 from torch import cond, nn
 
 import pipeback
-from pipeback.splitting.conditionals import branches_taken
+from pipeback.splitting.control_flow import as_written
 from tests.helpers.choice import rare
 from tests.splitting.plain_training import Model, equals_plain_training, inputs, pipeline
 
@@ -168,15 +170,61 @@ def test_what_is_in_flight_goes_on_from_a_state(activations):
     assert all(map(torch.equal, *found))
 
 
+class Thrice(nn.Module):
+    """One layer, again and again."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, h):
+        return torch.while_loop(lambda n, h: n < 3, lambda n, h: (n + 1, self.layer(h).tanh()), (torch.tensor(0), h))[1]
+
+
+class InPython(Thrice):
+    def forward(self, h):
+        for _ in range(3):
+            h = self.layer(h).tanh()
+        return h
+
+
+@pytest.mark.parametrize("options", [{}, {"store": "host"}, rare({"workers": 2, "method": "pb"})], ids=str)
+def test_while_loop(options):
+    with pytest.raises(ValueError, match="'gate'.forward calls torch.while_loop, .*keep it whole.*leaves=") as e:
+        pipeline(Gated(Thrice), BATCHES[0])
+    assert "stages=pipeback.Splitting(leaves=['gate'])" in str(e.value)
+    options = {"stages": pipeback.Splitting("layer", leaves=["gate"]), **options}
+    if "method" not in options:
+        equals_plain_training(Gated(Thrice), BATCHES, plain=Gated(InPython), **options)
+        return
+    found = []
+    for gate in (Thrice, InPython):
+        pipe = pipeline(Gated(gate), BATCHES[0], **options)
+        found.append([pipe.push(x, torch.zeros(5, 4)).item() for x in BATCHES])
+        pipe.close()
+    assert found[0] == found[1]
+
+
+def test_the_gradients_of_a_loop():
+    """Numerical ones; those of torch's own loop are not, in torch 2.14, by weights that its body reads."""
+    loop, x = Thrice().double(), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+
+    def run(x, *weights):
+        with as_written():
+            return torch.func.functional_call(loop, dict(zip(("layer.weight", "layer.bias"), weights, strict=True)), x)
+
+    assert torch.autograd.gradcheck(run, (x, *loop.parameters()))
+
+
 def test_only_the_thread_that_asks_runs_a_branch_at_once():
     original, code, seen = torch.cond, torch.cond.__code__, []
 
     def other():
         seen.append(torch.cond(torch.tensor(True), torch.sin, torch.cos, (torch.ones(2),)))
 
-    with branches_taken():
+    with as_written():
         here = torch.cond(torch.tensor(False), torch.sin, torch.cos, (torch.ones(2),))
-        with branches_taken(lambda: KeyError("inner")), pytest.raises(KeyError):
+        with as_written(lambda name: KeyError(name)), pytest.raises(KeyError):
             torch.cond(torch.tensor(False), torch.sin, torch.cos, (torch.ones(2),))
         assert torch.cond is original and torch.cond.__code__ is not code
         with pytest.raises(RuntimeError):
@@ -185,4 +233,5 @@ def test_only_the_thread_that_asks_runs_a_branch_at_once():
         thread.start()
         thread.join()
     assert torch.cond is original and torch.cond.__code__ is code
+    assert torch.while_loop.__code__.co_name == "while_loop"
     assert torch.equal(here, torch.ones(2).cos()) and torch.equal(seen[0], torch.ones(2).sin())
