@@ -44,8 +44,9 @@ class Ownership:
         self._known = {*self._buffers, *self._parameters}
         calls: list[Call] = []
         first: dict[str, int] = {}  # the number of the first call of each module
-        # the last stage that writes into a parameter or a buffer
-        self._writers = {name: staged[min(numbers[-1], len(staged) - 1)][0] for name, numbers in record.writes.items()}
+        # the last call that writes into a parameter or a buffer, and its stage
+        self._last = {name: min(numbers[-1], len(staged) - 1) for name, numbers in record.writes.items()}
+        self._writers = {name: staged[n][0] for name, n in self._last.items()}
         for s, call in staged:
             calls.append(call)
             self._take_buffers(s, calls, record.changed)
@@ -77,11 +78,12 @@ class Ownership:
         self._check_writers(calls)
 
     def _check_writers(self, calls: Sequence[Call]) -> None:
-        """Raise ValueError if a later stage than its owner writes into a parameter."""
+        """Raise ValueError if a later stage than its owner writes into a parameter or a buffer."""
         for name, s in self._writers.items():
-            owner = self.owner.get(id(self._parameters.get(name)), s)
+            owner, _ = self._first.get(name, (self.owner.get(id(self._parameters.get(name)), s), 0))
             if owner < s:
-                whole = one_call(self.model, (call.where for call in calls if name in call.attributes()))
+                used = [call for n, call in enumerate(calls) if name in call.attributes() or n == self._last[name]]
+                whole = one_call(self.model, (call.where for call in used))
                 raise ValueError(
                     f"{name!r} is written into by the forward in stage {s}, and stage {owner} reads it; cut so that "
                     f"one stage alone does, or {whole}"

@@ -41,6 +41,34 @@ def test_plain_training(make, options):
     assert pipe.model.state_dict().keys() >= {"count"} or not torch.equal(pipe.model.mean, torch.zeros(4))
 
 
+class Centred(nn.Module):
+    """Subtracts an average of its inputs, which it keeps, before a layer."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, h):
+        self.mean.mul_(0.9).add_(0.1 * h.detach().mean(0))
+        return self.layer(h - self.mean)
+
+
+def test_a_later_stage_that_writes_into_it_is_refused():
+    """The second call would write into what has come from the stage before."""
+
+    def made():
+        model = Model(lambda model, h: model.centred(model.centred(h)))
+        model.centred = Centred()
+        return model
+
+    with pytest.raises(ValueError, match="'centred.mean' is written into by the forward in stage 1, and stage 0") as e:
+        pipeline(made(), inputs(1)[0])
+    assert "stages=pipeback.Splitting(leaves=['centred'])" in str(e.value)
+    pipe = equals_plain_training(made(), inputs(6), made(), stages=pipeback.Splitting(leaves=["centred"]))
+    assert not torch.equal(pipe.model.centred.mean, torch.zeros(4))
+
+
 def test_a_replica_has_its_own():
     found = []
     for replicas in (None, 2):
