@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 import pipeback
 from pipeback.vectorized.making.graph_maker import GraphMaker
 from pipeback.vectorized.stacks.stack import KINDS
-from tests.helpers.choice import diagonal, mostly_rare
+from tests.helpers.choice import diagonal, mostly_rare, rare
 from tests.laws.cases import CASES, STEADY, pipeline, weights
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -186,6 +186,24 @@ def test_weights_in_channels_last(case, never_slower):
         pipe.drain()
         found.append([torch.stack(losses), weights(pipe)])
     assert sum(told.startswith("as a graph") for told in pipe.vectorized.values()) > 1, pipe.vectorized
+    for a, b in zip(*found, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("layer", [nn.GRU, rare(nn.RNN), rare(nn.LSTM)])
+def test_what_a_layer_makes_of_zeros_of_its_own(layer, never_slower):
+    """It is no function of the weights alone: B takes it as F has made it."""
+    torch.manual_seed(1)
+    x, y = torch.randn(2, 40, 3, 5, dtype=torch.float64)
+    found = []
+    for on in (False, "auto"):
+        torch.manual_seed(0)
+        recurrent = Called(layer(5, 5, batch_first=True), lambda m, x: m(x)[0])
+        pipe = pipeline(nn.Sequential(nn.Linear(5, 5), recurrent, nn.Linear(5, 5)).double(), "pb", vectorize=on)
+        losses = [pipe.push(a, b) for a, b in zip(x.split(4), y.split(4), strict=True)]
+        pipe.drain()
+        found.append([torch.stack(losses), weights(pipe)])
+    assert pipe.vectorized["stage 1"].startswith("as a graph"), pipe.vectorized
     for a, b in zip(*found, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-10)
 

@@ -18,6 +18,7 @@ from pipeback.vectorized.tracing.simplified_graph import simplified
 
 aten = torch.ops.aten
 SAME = (aten.detach.default, aten.alias.default)
+PRODUCTS = (aten.mm.default, aten.addmm.default, aten.bmm.default, aten.baddbmm.default)
 
 
 def split(
@@ -69,11 +70,17 @@ def _own(output: fx.Node) -> fx.Node:
 
 
 def _following(graph: fx.GraphModule, known: set[fx.Node]) -> set[fx.Node]:
-    """Return the nodes that depend on these and on constants alone."""
-    found = set(known)
+    """Return the nodes that depend on these and on constants alone.
+
+    What a module makes of an input of its own, such as the zeros with which a GRU begins, is not among them.
+    """
+    found, constants = set(known), set[fx.Node]()
     for node in graph.graph.nodes:
         before = node.all_input_nodes
-        if node.op == "call_function" and all(b in found or b.op == "get_attr" for b in before):
+        if node.op == "get_attr" or (node.op == "call_function" and all(b in constants for b in before)):
+            constants.add(node)
+        given = node.target in PRODUCTS and any(b in constants for b in before)
+        if node.op == "call_function" and not given and all(b in found or b in constants for b in before):
             found.add(node)
     return found
 
