@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from pipeback.byte_sizes import written
 from pipeback.notebook import seconds as in_seconds
 from pipeback.notebook import table
-from pipeback.splitting.segment import Lent
+from pipeback.splitting.lent import Lent
 from pipeback.stages.compile_check import untouched
 from pipeback.stages.flight import Value, cut, grown
 from pipeback.stages.rehearsal import measure

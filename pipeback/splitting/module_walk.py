@@ -110,3 +110,18 @@ def in_structures(modules: Mapping[str, nn.Module]) -> dict[int, str]:
 def identical(a: Mapping[str, Any], b: Mapping[str, Any]) -> bool:
     """Whether two sets of attributes have the same names, in the same order, and the very same values."""
     return list(a) == list(b) and all(map(is_, a.values(), b.values()))
+
+
+def register(root: nn.Module, name: str, part: Any, persistent: bool = True) -> None:
+    """Put a module, parameter or buffer under the root, with empty modules on the way."""
+    *path, key = name.split(".")
+    for step in path:
+        if step not in root._modules:
+            root.add_module(step, nn.Module())
+        root = root._modules[step]  # type: ignore[assignment]
+    if isinstance(part, nn.Parameter):
+        root.register_parameter(key, part)
+    elif isinstance(part, Tensor):
+        root.register_buffer(key, part, persistent)
+    else:
+        root.add_module(key, part)

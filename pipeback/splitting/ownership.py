@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from pipeback.splitting.buffer_copies import BufferCopies
 from pipeback.splitting.call_trace import Attribute, Call, CallTrace
 from pipeback.splitting.cut_points import given
+from pipeback.splitting.lent import Lent
 from pipeback.splitting.module_walk import held, walked
 from pipeback.splitting.refusals import one_call
-from pipeback.splitting.segment import Lent
 from pipeback.tensors.structures import Ref
 
 

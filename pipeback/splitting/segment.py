@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from pipeback.splitting.autocast_regions import Entered
 from pipeback.splitting.call_outputs import Opened
 from pipeback.splitting.call_trace import Attribute, Call
 from pipeback.splitting.in_place import settled
 from pipeback.splitting.input_forms import ByForm, Key, key_of, written
+from pipeback.splitting.lent import Lent
+from pipeback.splitting.module_walk import register
 from pipeback.splitting.refusals import decided_anew
 from pipeback.splitting.script_values import argument, in_a_row, without_gradient
 from pipeback.splitting.stage_script import Name, Script
@@ -29,41 +30,6 @@ from pipeback.tensors.structures import Form, Ref
 
 class LooksAlike(ValueError):
     """Micro-batches of two forms cannot be told apart at a stage."""
-
-
-class Lent(nn.Module):
-    """A module that computes with weights of another stage, which come as tensors; its other weights are its own."""
-
-    def __init__(self, module: nn.Module, names: Sequence[str]) -> None:
-        super().__init__()
-        self.__module, self.__names__ = (
-            (module,),
-            tuple(names),
-        )  # in a tuple, so that it is no child, whose weights would be counted
-        for name, parameter in module.named_parameters():
-            if name not in names:
-                _register(self, name, parameter)
-        for name, buffer in module.named_buffers():
-            _register(self, name, buffer, persistent=name in module.state_dict())
-
-    @property
-    def __kind__(self) -> str:
-        """The name of the class of the module."""
-        return type(self.__module[0]).__name__
-
-    def forward(self, weights: Sequence[Tensor], *args: Any, **kwargs: Any) -> Any:
-        (module,) = self.__module
-        if not torch.is_grad_enabled():  # torch chooses kernels of products by requires_grad, even without a graph
-            own = (module.get_parameter(name) for name in self.__names__)
-            weights = [w.detach().requires_grad_(p.requires_grad) for w, p in zip(weights, own, strict=True)]
-        modes = [] if self.training else [(m, m.training) for m in module.modules()]
-        try:
-            for m, _ in modes:
-                m.training = False
-            return functional_call(module, dict(zip(self.__names__, weights, strict=True)), args, kwargs)
-        finally:
-            for m, mode in modes:
-                m.training = mode
 
 
 class Decided:
@@ -152,7 +118,7 @@ class Segment(nn.Module):
         self.__label__, self.__wording = label, wording
         for name, part in sorted(owned.items(), key=lambda item: isinstance(item[1], Tensor)):  # modules first
             if not _has(self, name):
-                _register(self, name, part, persistent=name not in unsaved)
+                register(self, name, part, persistent=name not in unsaved)
         self.__setting__ = 0  # see `AttributeReads.number`
         self.__in_mode__: dict[bool, int] = {}  # the same, where all modules of the model train, or none
         self.__rewritten__: set[str] = set()  # parameters that it writes into
@@ -316,18 +282,3 @@ def _has(root: nn.Module, name: str) -> bool:
     for step in name.split("."):
         root = getattr(root, step, None)  # type: ignore[assignment]
     return root is not None
-
-
-def _register(root: nn.Module, name: str, part: Any, persistent: bool = True) -> None:
-    """Put a module, parameter or buffer under the root, with empty modules on the way."""
-    *path, key = name.split(".")
-    for step in path:
-        if step not in root._modules:
-            root.add_module(step, nn.Module())
-        root = root._modules[step]  # type: ignore[assignment]
-    if isinstance(part, nn.Parameter):
-        root.register_parameter(key, part)
-    elif isinstance(part, Tensor):
-        root.register_buffer(key, part, persistent)
-    else:
-        root.add_module(key, part)

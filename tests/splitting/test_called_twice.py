@@ -1,12 +1,15 @@
 """A module with two names that two stages call: its weights are one, owned by the first and lent to the second."""
 
 import copy
+import time
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import mse_loss
 
+import pipeback
 from pipeback import Pipeline
 
 from .plain_training import equals_plain_training
@@ -65,6 +68,71 @@ def test_any_number_of_threads_has_equal_bits(method):
         found.append([losses, *pipe.model.state_dict().values()])
         pipe.close()
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+class Slow(nn.Linear):
+    """Takes a while, in which nobody else may set its weights."""
+
+    def forward(self, x):
+        before = self.weight
+        time.sleep(0.003)
+        assert self.weight is before
+        return super().forward(x)
+
+
+class SlowTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.slow, self.middle, self.last = Slow(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.last(self.slow(self.middle(self.slow(x)).tanh()))
+
+
+def test_two_threads_are_in_it_at_once():
+    found = []
+    for workers in (None, 2):
+        torch.manual_seed(0)
+        pipe = Pipeline(
+            SlowTwice(), loss=mse_loss, optimizer=sgd, method="pb", example=torch.zeros(3, 4), workers=workers,
+            stages=pipeback.Splitting("layer", leaves=["slow"]),
+        )  # fmt: skip
+        losses = [pipe.push(x, y) for x, _, y in batches(20)]
+        pipe.drain()
+        found.append([torch.stack(losses), *(p.detach().clone() for p in pipe.model.parameters())])
+        pipe.close()
+    assert all(map(torch.equal, *found))
+
+
+class Patched(Slow):
+    """What it computes is an attribute of its own, as libraries do that wrap a forward; and it has a list."""
+
+    def __init__(self):
+        super().__init__(4, 4)
+        self.calls = [self.bias]
+        self._before = self.forward
+        self.forward = partial(Patched.doubled, self)
+
+    def doubled(self, x):
+        return 2 * self._before(x) + self.calls[0].detach()
+
+
+def test_a_forward_that_was_replaced_takes_the_lent_weights():
+    torch.manual_seed(0)
+    data, plain = batches(), SlowTwice()
+    plain.slow = Patched()
+    model = SlowTwice()
+    model.slow = Patched()
+    model.load_state_dict(plain.state_dict())
+    splitting = pipeback.Splitting("layer", leaves=["slow"])
+    pipe = Pipeline(model, loss=mse_loss, optimizer=sgd, method="sgd", stages=splitting, example=data[0][0])
+    optimizer = sgd(plain.parameters())
+    for x, _, y in data:
+        loss = mse_loss(plain(x), y)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        assert torch.equal(pipe.push(x, y), loss)
 
 
 def test_buffers_belong_to_one_stage():
