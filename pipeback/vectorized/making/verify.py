@@ -153,7 +153,7 @@ def judged_alike(stage: Stage, graph: Graph, x: Any, target: Any) -> None:
         wanted = [*(next(each) if v.requires_grad else None for v in inputs), *each]
     found = graph(*(p.detach() for p in stage.module.parameters()), *leaves(x), target)
     wanted = [loss, *wanted]
-    mine = [None if b is None and not a.any() else a for a, b in zip(found, wanted, strict=True)]
+    mine = [None if b is None and (a is None or not a.any()) else a for a, b in zip(found, wanted, strict=True)]
     then, one = partial(_then, stage.loss, target), torch.ones_like(loss)
     if not all_alike(mine, wanted, rounds(graph), partial(exactly, stage, inputs, [one], type(x) is tuple, then)):
         raise Unfit("its graph computes something else")
