@@ -102,8 +102,11 @@ class Recorder(Provenance):
     def done(self, func: Any, args: Any, kwargs: dict[str, Any], output: Any) -> None:
         """Record an operation if it computes a cheap function of the weights."""
         changed = [memory_of(tensor) for tensor in written(func, args, kwargs)]
-        self._changed.update(changed)
         results = output if isinstance(output, (list, tuple)) else [output]
+        if self._changed:  # whose memory may have been freed since, and may belong to a result now
+            before = {memory_of(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
+            self._changed -= {memory_of(t) for t in results if isinstance(t, Tensor)} - before
+        self._changed.update(changed)
         made = [t for t in results if isinstance(t, Tensor) and self.of(t) == WEIGHTS]
         if changed or not made:
             return
