@@ -28,18 +28,18 @@ def check(program: Program) -> None:
         return
     plain = replace(program, runtime={})
     if program.has_equations:
-        _close(program.train(), program.expected(), TOLERANCE, "the equations")
+        close(program.train(), program.expected(), TOLERANCE, "the equations")
     if program.runtime.get("vectorize"):
         if not program.has_equations:
-            _close(program.train(), plain.train(), TOLERANCE, "the event loop")
+            close(program.train(), plain.train(), TOLERANCE, "the event loop")
     elif program.runtime:
-        _close(program.train(torch.float32), plain.train(torch.float32), 0.0, "the bits of the event loop")
+        close(program.train(torch.float32), plain.train(torch.float32), 0.0, "the bits of the event loop")
     elif not program.has_equations:
         program.train()
     if any(name == "cast" for name, *_ in program.calls):
         _check_early(plain)
     if is_plain(plain):
-        _close(plain.train(torch.float32), trained_plainly(plain, torch.float32), 0.0, "the bits of plain training")
+        close(plain.train(torch.float32), trained_plainly(plain, torch.float32), 0.0, "the bits of plain training")
 
 
 def _refused_as_one(program: Program) -> bool:
@@ -65,9 +65,7 @@ def _check_early(program: Program) -> None:
     if isinstance(late, str) or isinstance(first, str):
         assert late == first, f"{late if isinstance(late, str) else 'it trains'}; had it been met first: {first}"
     else:
-        _close(
-            [("", value) for _, value in late], [("", value) for _, value in first], 0.0, "where all forms are known"
-        )
+        close([("", value) for _, value in late], [("", value) for _, value in first], 0.0, "where all forms are known")
 
 
 def _outcome(program: Program) -> Seen | str:
@@ -79,7 +77,7 @@ def _outcome(program: Program) -> Seen | str:
         return "it is refused"
 
 
-def _close(found: Seen, wanted: Seen, tolerance: float, what: str) -> None:
+def close(found: Seen, wanted: Seen, tolerance: float, what: str) -> None:
     assert [at for at, _ in found] == [at for at, _ in wanted], "other calls showed something"
     for (at, value), (_, other) in zip(found, wanted, strict=True):
         assert value.shape == other.shape, f"call {at}: shape {tuple(value.shape)}, by {what} {tuple(other.shape)}"
@@ -87,7 +85,8 @@ def _close(found: Seen, wanted: Seen, tolerance: float, what: str) -> None:
             distance = off(value, other)
             assert distance <= tolerance, f"call {at}: off by {distance:.2g} from {what}"
         else:
-            assert torch.equal(value, other), f"call {at}: off by {off(value, other):.2g} from {what}"
+            same = torch.allclose(value, other, rtol=0, atol=0, equal_nan=True)
+            assert same, f"call {at}: off by {off(value, other):.2g} from {what}"
 
 
 def off(value: Any, other: Any) -> float:
