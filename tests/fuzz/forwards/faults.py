@@ -12,16 +12,8 @@ FAULTS = {
     "the weights of a layer were those of another stage for a moment": Forward(
         layers=("gru", "encoder"), steps=((0, 0, False), (1, 0, False), (0, 0, True)), pushes=30, runtime={"workers": 2}
     ),
-    "a graph of the loss had no gradient where the stage has none": Forward(
-        layers=("linear", "attention"),
-        steps=(("stacked", 0, False), (0, 0, False), (1, 0, True), ("rotated", 0, False), ("flipped", 0, False),
-               ("placed", 0, False)),
+    "a graph of the loss had no gradient of an input that is a whole number": Forward(
+        layers=("named",), steps=((0, 0, False), ("placed", 0, False)), gathers=True, stages=2,
         runtime={"vectorize": "auto"},
-    ),
-    "functions of the weights had no recipe in memory that had been written into": Forward(
-        layers=("gru", "named", "weight norm"),
-        steps=(("added", 0, False), (0, 0, False), ("counted", 0, False), (1, 0, True), (2, 0, True), (1, 0, False),
-               (0, 0, True), ("view added", 1, False)),
-        method="spectrain", stages=2, form="lengths", runtime={"store": "host"},
     ),
 }  # fmt: skip

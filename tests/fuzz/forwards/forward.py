@@ -85,12 +85,12 @@ class Forward:
     def trained(self, dtype: torch.dtype = torch.float32, **options: Any) -> tuple[Seen, int]:
         """What a pipeline with these options shows, and its number of stages."""
         options = {"method": self.method, "stages": self.stages, **options}
-        resume, data = options.pop("resume", None), self.data(dtype)
+        resume, data, on = options.pop("resume", None), self.data(dtype), pipeback.Debug(stop_at_nan=False)
 
         def made(seed: int) -> pipeback.Pipeline:
             model = Model(self).to(dtype)
             torch.manual_seed(seed)
-            return pipeback.Pipeline(model, loss=mse_loss, optimizer=_sgd, example=data[0][0], **options)
+            return pipeback.Pipeline(model, loss=mse_loss, optimizer=_sgd, example=data[0][0], debug=on, **options)
 
         pipe, losses = made(5), list[Tensor]()
         for n, (x, y) in enumerate(data):
