@@ -93,6 +93,16 @@ def same(value: Any) -> Any:
     return value
 
 
+def as_weight(carried: torch.Tensor) -> torch.Tensor:
+    """Return a weight of an earlier stage as a product takes it.
+
+    Without a graph, too, torch chooses the kernel of a product by whether its weight requires a gradient.
+    """
+    if torch.is_grad_enabled() or not carried.is_floating_point():
+        return carried
+    return carried.detach().requires_grad_()
+
+
 def without_gradient(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function under torch.no_grad() and return its output."""
     with torch.no_grad():

@@ -22,7 +22,7 @@ from pipeback.splitting.input_forms import ByForm, Key, key_of, written
 from pipeback.splitting.lent import Lent
 from pipeback.splitting.module_walk import register
 from pipeback.splitting.refusals import decided_anew
-from pipeback.splitting.script_values import argument, in_a_row, without_gradient
+from pipeback.splitting.script_values import argument, as_weight, in_a_row, without_gradient
 from pipeback.splitting.stage_script import Name, Script
 from pipeback.tensors import accelerators
 from pipeback.tensors.structures import Form, Ref
@@ -208,7 +208,7 @@ class Segment(nn.Module):
 
         def attribute(name: str) -> Name:
             if name in portion.borrows:
-                return known[portion.borrows[name]]
+                return script.once(as_weight, (known[portion.borrows[name]],))
             constant = portion.constants.get(name)
             return script.part(name, _looked_up(self, name) if constant is None else constant)
 

@@ -14,7 +14,7 @@ RUNTIMES = [
     {"activations": "recompute"}, {"vectorize": "auto"},
 ]  # fmt: skip
 METHODS = ["sgd", "pb", "pipedream", "cerebras", "gpipe", "spectrain", "one_f_one_b"]
-WITHOUT_DELAY = ("sgd", "gpipe", "one_f_one_b")  # or with the weights of F
+SAME_WEIGHTS = ("sgd", "gpipe", "one_f_one_b", "pipedream")  # in F and in B
 
 
 @st.composite
@@ -29,8 +29,6 @@ def forwards(draw: st.DrawFn) -> Forward:
         stages=draw(st.sampled_from(["layer", "auto", 2])), form=draw(st.sampled_from(list(FORMS))),
         runtime=dict(draw(st.sampled_from(RUNTIMES))), resume=draw(often(None, st.integers(1, 5), 3)),
     )  # fmt: skip
-    if forward.runtime.get("activations") == "recompute" and (
-        forward.method not in WITHOUT_DELAY or forward.recomputes_weights
-    ):
+    if forward.runtime.get("activations") == "recompute" and (forward.method not in SAME_WEIGHTS or forward.transposes):
         del forward.runtime["activations"]  # B on other weights, or a kernel that torch chooses by the graph
     return forward

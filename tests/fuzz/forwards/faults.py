@@ -16,4 +16,7 @@ FAULTS = {
         layers=("named",), steps=((0, 0, False), ("placed", 0, False)), gathers=True, stages=2,
         runtime={"vectorize": "auto"},
     ),
+    "a product with a tied weight was evaluated by another kernel": Forward(
+        layers=("gru",), steps=(("tied", 0, False), (0, 0, False), ("tied", 0, False)), method="sgd"
+    ),
 }  # fmt: skip

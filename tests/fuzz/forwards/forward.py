@@ -15,7 +15,7 @@ from torch.nn.functional import mse_loss
 import pipeback
 
 from ..program import Seen
-from .layers import DRAWING, LAYERS, OF_WEIGHTS, WIDTH
+from .layers import DRAWING, LAYERS, OF_WEIGHTS, RECURRENT, WIDTH
 from .steps import RANDOM, ROUNDED, STEPS, call
 
 FORMS: dict[str, list[tuple[int, int]]] = {  # samples and length, push by push
@@ -74,8 +74,11 @@ class Forward:
         return any(step in ROUNDED for step, *_ in self.steps)
 
     @property
-    def recomputes_weights(self) -> bool:
-        return bool(self.called & {*OF_WEIGHTS})
+    def transposes(self) -> bool:
+        """Whether a product may take a transposed input and a weight that is no parameter of its stage."""
+        given = self.called & {*RECURRENT} or any(step == "transposed" for step, *_ in self.steps)
+        again = any([step for step, *_ in self.steps].count(n) > 1 for n in range(len(self.layers)))
+        return bool(given) and (again or bool(self.called & {*OF_WEIGHTS}) or any(s == "tied" for s, *_ in self.steps))
 
     def data(self, dtype: torch.dtype) -> list[tuple[Tensor, Tensor]]:
         generator, shapes = torch.Generator().manual_seed(self.seed), FORMS[self.form]

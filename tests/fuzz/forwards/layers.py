@@ -99,4 +99,5 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "rms": lambda: nn.RMSNorm(WIDTH),
 }
 DRAWING = ("dropout",)
+RECURRENT = ("gru", "lstm")  # what they return is transposed
 OF_WEIGHTS = ("weight norm",)  # whose weights are functions of others
