@@ -85,8 +85,7 @@ def close(found: Seen, wanted: Seen, tolerance: float, what: str) -> None:
             distance = off(value, other)
             assert distance <= tolerance, f"call {at}: off by {distance:.2g} from {what}"
         else:
-            same = torch.allclose(value, other, rtol=0, atol=0, equal_nan=True)
-            assert same, f"call {at}: off by {off(value, other):.2g} from {what}"
+            assert torch.equal(value, other), f"call {at}: off by {off(value, other):.2g} from {what}"
 
 
 def off(value: Any, other: Any) -> float:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,14 @@ from .cases import EACH_PUSH, METHODS, OPTIMIZERS, stepping
 from .models import FOLLOWED, RANDOM, WHOLE, WIDTH, stages, trained
 from .odd_options import NAMES
 from .oracle import Network
+from .replayed import Replayed
 
 CLEARED = ("sgd", "momentum", "maximize", "nesterov", "fused-momentum")
 Seen = list[tuple[str, Any]]  # (which call, what it showed)
 
 
 @dataclass(frozen=True, repr=False)
-class Program:
+class Program(Replayed):
     """A configuration.
 
     model, stages, seed, form: what `models.build` is given. method, optimizer: names of `cases`. decay: of weights.
@@ -49,16 +50,6 @@ class Program:
     loss: str = "mse"
     odd: tuple[str, Any] | None = None
     calls: tuple[tuple[Any, ...], ...] = (("push", 4),)
-
-    def __repr__(self) -> str:
-        plain = Program()
-        given = [f.name for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)]
-        return f"Program({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
-
-    @property
-    def command(self) -> str:
-        """What replays it."""
-        return f'python -m tests.fuzz "{self!r}"'
 
     @property
     def refused(self) -> str:

@@ -5,7 +5,7 @@ A fit's repr is Python that makes it again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -13,12 +13,13 @@ import torch
 
 from tests.fuzz.cases import METHODS
 from tests.fuzz.models import DRAWING, WHOLE, WIDTH
+from tests.fuzz.replayed import Replayed
 
 Batch = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True, repr=False)
-class Fit:
+class Fit(Replayed):
     """A configuration.
 
     kind: where the module has its layers, and who calls them: `model` (an nn.Sequential that training_step calls),
@@ -57,16 +58,6 @@ class Fit:
     twice: bool = False
     ema: bool = False
     reference: int | None = None
-
-    def __repr__(self) -> str:
-        plain = Fit()
-        given = [f.name for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)]
-        return f"Fit({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
-
-    @property
-    def command(self) -> str:
-        """What replays it."""
-        return f'python -m tests.fuzz "{self!r}"'
 
     @property
     def by_the_event_loop(self) -> Fit:

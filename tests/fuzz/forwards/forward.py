@@ -5,7 +5,7 @@ A forward's repr is Python that makes it again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from torch.nn.functional import mse_loss
 import pipeback
 
 from ..program import Seen
+from ..replayed import Replayed
 from .layers import DRAWING, LAYERS, OF_WEIGHTS, RECURRENT, WIDTH
 from .steps import RANDOM, ROUNDED, STEPS, call
 
@@ -28,7 +29,7 @@ FORMS: dict[str, list[tuple[int, int]]] = {  # samples and length, push by push
 
 
 @dataclass(frozen=True, repr=False)
-class Forward:
+class Forward(Replayed):
     """A model and its training.
 
     layers: names of `LAYERS`. steps: each a name of `STEPS`, or the number of a layer that is called; how many values
@@ -47,16 +48,6 @@ class Forward:
     pushes: int = 6
     runtime: dict[str, Any] = field(default_factory=dict)
     resume: int | None = None
-
-    def __repr__(self) -> str:
-        plain = Forward()
-        given = [f.name for f in fields(self) if getattr(self, f.name) != getattr(plain, f.name)]
-        return f"Forward({', '.join(f'{name}={getattr(self, name)!r}' for name in given)})"
-
-    @property
-    def command(self) -> str:
-        """What replays it."""
-        return f'python -m tests.fuzz "{self!r}"'
 
     @property
     def called(self) -> set[str]:
@@ -131,7 +122,8 @@ def _sgd(params: Any) -> torch.optim.SGD:
 
 def _seen(losses: list[Tensor], weights: list[tuple[str, Tensor]], output: Tensor) -> Seen:
     shown = [(f"push {n}", loss.detach()) for n, loss in enumerate(losses)]
-    return [*shown, *((f"weight {name}", value) for name, value in weights), ("evaluated", output.detach())]
+    every = [*shown, *((f"weight {name}", value) for name, value in weights), ("evaluated", output.detach())]
+    return [(at, value.masked_fill(value.isnan(), 1e30)) for at, value in every]  # NaN equals nothing
 
 
 class Model(nn.Module):
