@@ -206,7 +206,7 @@ def test_while_loop(options):
 
 
 def test_the_gradients_of_a_loop():
-    """Numerical ones; those of torch's own loop are not, in torch 2.14, by weights that its body reads."""
+    """They are the numerical ones, by weights that its body reads, too."""
     loop, x = Thrice().double(), torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
 
     def run(x, *weights):
