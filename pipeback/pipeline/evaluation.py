@@ -18,6 +18,7 @@ from pipeback.pipeline.option_checks import at_least_one
 from pipeback.splitting.control_flow import as_written
 from pipeback.stages.evaluation import evaluate
 from pipeback.stages.flight import Value, cut
+from pipeback.stages.own_memory import apart
 from pipeback.stages.stage import Stage
 from pipeback.tensors.copies import to_device
 
@@ -79,7 +80,7 @@ class Evaluation:
             value = x = engine.entrance.enter(x, engine.wait)
             for stage in engine.stages:
                 with engine.holding.present(stage), as_written():
-                    value = stage.module(stage.enter(value)[1])
+                    value = apart(stage.module, (), stage.module(stage.enter(value)[1]))
             return engine.entrance.leave(cut(value), x)
 
     def _through_each(self, stages: Sequence[Stage], value: Value) -> Value:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipeback.splitting.control_flow import as_written
 from pipeback.stages.flight import Value, cut
+from pipeback.stages.own_memory import apart
 from pipeback.stages.stage import Stage
 
 
@@ -27,7 +28,7 @@ def evaluate(stages: Sequence[Stage], x: Value) -> Value:
                 given = tuple(leaf.detach() for leaf in stage.enter(value)[0])  # none needs a gradient
                 if value is x or stage.learnt.clones_input:  # the first push finds it out
                     given = tuple(map(_alike, given))
-                value = stage.module(given if isinstance(value, tuple) else given[0])
+                value = apart(stage.module, (), stage.module(given if isinstance(value, tuple) else given[0]))
     finally:
         for module, mode in modes:
             module.training = mode

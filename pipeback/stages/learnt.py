@@ -11,6 +11,8 @@ from pipeback.stages.module_settings import Settings
 from pipeback.stages.reach import Reach
 from pipeback.tensors import accelerators
 
+Changing = tuple[tuple[dict[str, Tensor | None], str], ...]  # buffers: the table that one is in, and its name there
+
 
 class Learnt(NamedTuple):
     """What the rehearsal and pushes have found out about a stage; before them, what is safe to assume."""
@@ -19,7 +21,8 @@ class Learnt(NamedTuple):
     alike: tuple[torch.Size, ...] | None = None  # for inputs of these shapes, gradients have the inputs' strides
     clones_input: bool = False  # a module that changes its input in place gets a copy
     control_flow: bool = False  # it calls torch.cond or torch.while_loop
-    changing: tuple[tuple[dict[str, Tensor | None], str], ...] = ()  # buffers that forwards change: where they are
+    lends: bool = False  # what it sends on may lie in its weights (`own_memory`)
+    changing: Changing = ()  # buffers that forwards change
     activation_bytes: int = 0  # per micro-batch, on the device
     handed_bytes: int = 0  # those of them that the stage before keeps as well, and longer, if it is in this process
     host_bytes: int = 0  # the same in host memory, where that is another place

@@ -26,6 +26,7 @@ from pipeback.stages import (
     foreign_weights,
     judged_output,
     norm_check,
+    own_memory,
     saved_graph,
     stale_weights_check,
     weight_writes,
@@ -75,7 +76,7 @@ def rehearse(
             with untouched(stage) as homes:
                 with norm_check.watching(stage), stage.calling(stage.module), noticed() as calls:
                     weight_writes.check(stage, method, delays, partial(_learn, stage, value, target))
-                stage.learn(changing=_changing(homes), control_flow=bool(calls))
+                stage.learn(changing=_changing(homes), control_flow=bool(calls), lends=False)
                 matters = stashes and stage.weights and faithful(method, delays[stage.index])
                 if isinstance(stage.call, Compiled) and matters:
                     stage.call.check = partial(compile_check.check, stage, method, warn)
@@ -107,7 +108,7 @@ def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
         with untouched(stage), norm_check.watching(stage), stage.calling(stage.module), noticed() as calls:
             _, given = stage.enter(value)
             # with a graph, since the module may differentiate something itself
-            value = cut(_checked(stage, _guarded(stage, _copied(given), target, _OTHER)))
+            value = cut(_apart(stage, _checked(stage, _guarded(stage, _copied(given), target, _OTHER))))
         stage.learn(control_flow=stage.learnt.control_flow or bool(calls))
     return value
 
@@ -121,7 +122,7 @@ def rehearse_form(
         if stale_weights_check.guarded(stage, method, delays) and not isinstance(stage.call, Compiled):
             stale_weights_check.refuse(stage, value, target, method, warn)
         with untouched(stage), stage.calling(stage.module), noticed() as calls:
-            value = cut(_guarded(stage, _copied(stage.enter(value)[1]), target, _OTHER))
+            value = cut(_apart(stage, _guarded(stage, _copied(stage.enter(value)[1]), target, _OTHER)))
         stage.learn(control_flow=stage.learnt.control_flow or bool(calls))
     return value
 
@@ -168,7 +169,15 @@ def _first_run(stage: Stage, value: Value, target: Any, others: Mapping[int, str
 
 def _run(stage: Stage, value: Value, target: Any) -> tuple[tuple[Tensor, ...], Value]:
     leaves, given = stage.enter(value)
-    return leaves, _checked(stage, _guarded(stage, given, target))
+    return leaves, _apart(stage, _checked(stage, _guarded(stage, given, target)))
+
+
+def _apart(stage: Stage, output: Value) -> Value:
+    """Find out whether the output lies in the stage's weights; return it with copies of the parts that do."""
+    if stage.judges or not own_memory.borrowed(stage.module, stage.learnt.changing, output):
+        return output
+    stage.learn(lends=True)
+    return own_memory.apart(stage.module, stage.learnt.changing, output)
 
 
 def _learn_bytes(

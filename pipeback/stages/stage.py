@@ -25,6 +25,7 @@ from pipeback.stages.judged_output import structured
 from pipeback.stages.learnt import Learnt
 from pipeback.stages.masters import Masters
 from pipeback.stages.own_autocast import under_own_autocast
+from pipeback.stages.own_memory import apart
 from pipeback.stages.random_stream import StageStream
 from pipeback.stages.versions import Versions
 from pipeback.tensors import accelerators, meta
@@ -254,7 +255,7 @@ class Stage:
         """Run the module, and on the last stage the loss after it."""
         output = run_as_written(self.call, given) if self.learnt.control_flow else self.call(given)
         if self.loss is None:
-            return output
+            return apart(self.module, self.learnt.changing, output) if self.learnt.lends else output
         return self.loss(structured(self.module, given, output), for_loss(self.device, target))
 
     def compute(self, given: Value, target: Any) -> Value:
@@ -269,8 +270,7 @@ class Stage:
         flight, alike = self.flights.pop(mb), True
         self.versions.hand(mb, flight)
         output = flight.output if flight.again is None else flight.again(self, flight)
-        if grad is None and self.judges:
-            grad = weighed(output, 1)
+        grad = weighed(output, 1) if grad is None and self.judges else grad
         outputs = output if type(output) is tuple else (output,)
         for y, g in zip(outputs, grad if type(grad) is tuple else (grad,) * len(outputs), strict=True):
             if y.requires_grad and g is not None:

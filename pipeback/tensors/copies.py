@@ -52,6 +52,11 @@ def lies_in(tensor: Tensor, known: Container[int]) -> bool:
     return all(identity(piece) in known for piece in pieces(tensor))
 
 
+def lies_among(tensor: Tensor, known: Container[int]) -> bool:
+    """Whether a tensor, or a piece of it, lies in one of these storages."""
+    return any(identity(piece) in known for piece in pieces(tensor))
+
+
 def equal(a: Tensor, b: Tensor) -> bool:
     """Return what torch.equal does; of sparse tensors, compare the stored indices and values."""
     if a.layout is torch.strided:

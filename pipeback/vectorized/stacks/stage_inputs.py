@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipeback.splitting.module_restore import untouched
 from pipeback.stages.flight import Value
+from pipeback.stages.own_memory import apart
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import to_device
@@ -33,6 +34,7 @@ class StageInputs:
             ends = leaves(out)
             # the last stage may be compiled, and inductor keeps no graph for later
             self._reached[stage.index] = [_reached(y, own, again=y is not ends[-1]) for y in ends]
+        out = apart(stage.module, (), out)  # which may leave the device
         found: Value = tuple(v.detach() for v in out) if type(out) is tuple else out.detach()
         if not stage.last:
             self.values[stage.index + 1] = found  # the next stage may be of another rank

@@ -38,7 +38,9 @@ def split(
     for node in rest:
         kept.setdefault(root_of(_own(node)), []).append(there[node])
     roots = [_root(backward, root, mine) for root, mine in kept.items()]
-    forwards = _between(forward, inputs, [*map(_own, ys), *kept])
+    # weights will be written into, so that a copy of one stays a copy
+    sent = [y if _own(y) in of_weights else _own(y) for y in ys]
+    forwards = _between(forward, inputs, [*sent, *kept])
     backwards = _between(backward, [*roots, *(there[node] for node in made), *gs])
     of_weights_alone = _between(forward, inputs[:weights], made)
     each = [simplified(graph).forward for graph in (forwards, backwards, of_weights_alone)]

@@ -17,7 +17,7 @@ import pipeback
 from ..program import Seen
 from ..replayed import Replayed
 from .layers import DRAWING, LAYERS, OF_WEIGHTS, RECURRENT, WIDTH
-from .steps import RANDOM, ROUNDED, STEPS, call
+from .steps import RANDOM, ROUNDED, STEPS, TRANSPOSED, call
 
 FORMS: dict[str, list[tuple[int, int]]] = {  # samples and length, push by push
     "same": [(4, 5)],
@@ -67,7 +67,7 @@ class Forward(Replayed):
     @property
     def transposes(self) -> bool:
         """Whether a product may take a transposed input and a weight that is no parameter of its stage."""
-        given = self.called & {*RECURRENT} or any(step == "transposed" for step, *_ in self.steps)
+        given = self.called & {*RECURRENT} or any(step in TRANSPOSED for step, *_ in self.steps)
         again = any([step for step, *_ in self.steps].count(n) > 1 for n in range(len(self.layers)))
         return bool(given) and (again or bool(self.called & {*OF_WEIGHTS}) or any(s == "tied" for s, *_ in self.steps))
 
@@ -123,7 +123,7 @@ def _sgd(params: Any) -> torch.optim.SGD:
 def _seen(losses: list[Tensor], weights: list[tuple[str, Tensor]], output: Tensor) -> Seen:
     shown = [(f"push {n}", loss.detach()) for n, loss in enumerate(losses)]
     every = [*shown, *((f"weight {name}", value) for name, value in weights), ("evaluated", output.detach())]
-    return [(at, value.masked_fill(value.isnan(), 1e30)) for at, value in every]  # NaN equals nothing
+    return [(at, value.nan_to_num(1e30)) for at, value in every]  # NaN equals nothing
 
 
 class Model(nn.Module):

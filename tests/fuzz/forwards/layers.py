@@ -70,6 +70,87 @@ class Attention(nn.Module):
         return h + self.layer(n, n, n, attn_mask=mask, need_weights=False)[0]
 
 
+class Batched(nn.Module):
+    """A convolution over the length, and a norm over the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm = nn.Conv1d(WIDTH, WIDTH, 3, padding=1), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.norm(self.conv(h.transpose(1, 2))).transpose(1, 2)
+
+
+class Decoder(nn.Module):
+    """Attends to an average of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerDecoderLayer(WIDTH, 2, 16, 0.0, batch_first=True, norm_first=True)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.layer(h, h.mean(1, keepdim=True))
+
+
+class Frozen(nn.Module):
+    """Adds what a layer makes of its input whose weights are not trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.fixed = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.layer(h) + self.fixed(h).tanh()
+
+
+class StraightThrough(torch.autograd.Function):
+    """The sign, whose gradient is that of its input."""
+
+    @staticmethod
+    def forward(ctx: Any, h: Tensor) -> Tensor:
+        return h.sign()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class Binary(nn.Module):
+    """Multiplies by the sign of a layer, by an autograd function of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h * StraightThrough.apply(self.layer(h))  # type: ignore[no-untyped-call]
+
+
+class Quantized(nn.Module):
+    """Looks up what its input is nearest to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(5, WIDTH)
+
+    def forward(self, h: Tensor) -> Tensor:
+        nearest = torch.cdist(h.detach(), self.table.weight.detach().unsqueeze(0).expand(len(h), -1, -1)).argmin(-1)
+        return h + self.table(nearest)
+
+
+class Several(nn.Module):
+    """Runs its layers in a loop, and a list of their outputs through a product."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleDict({"a": nn.Linear(WIDTH, WIDTH), "b": nn.Linear(WIDTH, WIDTH)})
+        self.weights = nn.ParameterList([nn.Parameter(torch.full((WIDTH,), 0.5)) for _ in range(2)])
+
+    def forward(self, h: Tensor) -> Tensor:
+        outputs = [layer(h) * weight for layer, weight in zip(self.layers.values(), self.weights, strict=True)]
+        return torch.stack(outputs, -1).amax(-1)
+
+
 class InPlace(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -97,7 +178,18 @@ LAYERS: dict[str, Callable[[], nn.Module]] = {
     "dropout": lambda: nn.Dropout(0.2),
     "encoder": lambda: nn.TransformerEncoderLayer(WIDTH, 2, 16, 0.0, batch_first=True),
     "rms": lambda: nn.RMSNorm(WIDTH),
+    "identity": nn.Identity,
+    "batched": Batched,
+    "frozen": Frozen,
+    "binary": Binary,
+    "quantized": Quantized,
+    "several": Several,
+    "orthogonal": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(WIDTH, WIDTH)),
+    "spectral": lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(WIDTH, WIDTH)),
+    "prelu": lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.PReLU()),
+    "rnn": lambda: Recurrent(nn.RNN),
+    "decoder": Decoder,
 }
 DRAWING = ("dropout",)
-RECURRENT = ("gru", "lstm")  # what they return is transposed
-OF_WEIGHTS = ("weight norm",)  # whose weights are functions of others
+RECURRENT = ("gru", "lstm", "rnn")  # what they return is transposed
+OF_WEIGHTS = ("weight norm", "orthogonal", "spectral")  # whose weights are functions of others

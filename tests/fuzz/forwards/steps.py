@@ -106,7 +106,25 @@ STEPS: dict[str, Step] = {
     "double": lambda m, h, o, x: (h.double() + o.double()).to(h.dtype),
     "flipped": lambda m, h, o, x: h[torch.arange(len(h) - 1, -1, -1)].flip(1),
     "normed": lambda m, h, o, x: F.layer_norm(h / (h.norm(dim=-1, keepdim=True) + 1) + o, (WIDTH,)),
+    "attention": lambda m, h, o, x: F.scaled_dot_product_attention(h, o, o, is_causal=True),
+    "frequencies": lambda m, h, o, x: torch.fft.irfft(torch.fft.rfft(h, dim=-1) * 0.9, n=WIDTH, dim=-1) + o,
+    "chosen": lambda m, h, o, x: h + m.places(o.argmax(-1)),
+    "top": lambda m, h, o, x: h * (o >= o.topk(3, -1).values[..., -1:]),
+    "buckets": lambda m, h, o, x: torch.zeros_like(h).scatter_add(1, o.argsort(1), h),
+    "unbound": lambda m, h, o, x: torch.stack([a * 0.5 + b for a, b in zip(h.unbind(1), o.unbind(1))], 1),
+    "padded": lambda m, h, o, x: F.pad(h, (0, 0, 1, 0))[:, :-1] + o,
+    "folded": lambda m, h, o, x: h.reshape(-1, WIDTH // 2, 2).flip(-1).reshape(h.shape),
+    "powers": lambda m, h, o, x: h * o.square().mean((1, 2), keepdim=True).add(1e-3).rsqrt(),
+    "mapped": lambda m, h, o, x: torch.vmap(lambda a, b: a * b.mean())(h, o),
+    "interpolated": lambda m, h, o, x: torch.lerp(h, o, 0.3),
+    "mixed weights": lambda m, h, o, x: F.linear(h, m.first.weight * 0.5 + m.mix.weight[:, :WIDTH] * 0.5),
+    "straight": lambda m, h, o, x: h + (o.round() - o).detach(),
+    "convolved": lambda m, h, o, x: F.conv1d(h.mT, m.last.weight.unsqueeze(-1)).mT + o,
+    "normalised": lambda m, h, o, x: F.group_norm(h.mT, 2, m.scale, m.fixed).mT,
+    "asked": lambda m, h, o, x: h * 2 if h.shape[1] > 4 else h + o,
+    "meshed": lambda m, h, o, x: h + torch.outer(torch.arange(h.shape[1], device=h.device), m.scale),
     "product": lambda m, h, o, x: torch.baddbmm(h, (h @ h.transpose(1, 2)).softmax(-1), o),
 }  # fmt: skip
 RANDOM = ("noise", "dropped")
+TRANSPOSED = ("transposed", "convolved", "normalised")  # what they return
 ROUNDED = ("autocast",)  # too roughly for two orders of a sum to be compared
