@@ -62,10 +62,11 @@ class Engine:
         self.size, self.by_samples = options.micro_batches.size, options.micro_batches.weights == "samples"
         self.outside, self._compile = options.loss is None, options.compile
         self.amid: Collection[str] = ()
-        self.entrance = MicroBatcher(self.traced, self.holding.everywhere)
         self._intact = ModelCheck(self.model, self.stages, self.traced is None)
         self._followers = ReplicaSync(self.holding.everywhere)
         self.threads = options.threads is not None or built.replicas > 1 or self.ranks.several
+        inline = None if self.threads or self.outside else self.method
+        self.entrance = MicroBatcher(self.traced, self.holding.everywhere, inline)
         self.casting = PushAutocast(self.holding.everywhere, options.debug.order)
         self._stacking, self.current = Stacking(built), Options(self.optimizers, 0)
         weights = {id(p): name for name, p in self.model.named_parameters() if p.requires_grad}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from torch import Tensor
 
@@ -14,7 +13,7 @@ from pipeback.runtime.loop import Batch
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.module_settings import Settings
 from pipeback.tensors import accelerators
-from pipeback.tensors.copies import replica
+from pipeback.tensors.batches import copied
 
 Heal = Callable[["HandedLoss", Tensor, Exception], None]
 Clip = tuple[float | None, float | None]
@@ -78,15 +77,9 @@ class KeptPush:
         self, batches: Sequence[Batch], number: int, first: int, count: int, options: Options, settings: Settings,
         clip: Clip, loss: HandedLoss,
     ) -> None:  # fmt: skip
-        self.batches: Sequence[Batch] = [(_copied(x), _copied(y), size) for x, y, size in batches]
+        self.batches: Sequence[Batch] = [(copied(x), copied(y), size) for x, y, size in batches]
         self.number, self.first, self.count, self.options, self.settings = number, first, count, options, settings
         self.clip, self.loss, self.autocast = clip, loss, accelerators.casting()
 
     def __contains__(self, mb: object) -> bool:
         return isinstance(mb, int) and self.first <= mb < self.first + self.count
-
-
-def _copied(value: Any) -> Any:
-    if isinstance(value, tuple):
-        return tuple(map(_copied, value))
-    return replica(value) if isinstance(value, Tensor) else value

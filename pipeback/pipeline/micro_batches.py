@@ -7,11 +7,14 @@ once more for a micro-batch of a form, or on a branch, that its stages do not kn
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any
 
+from pipeback.methods.base import Method
 from pipeback.pipeline.option_checks import check_tensors, micro_batches, shares
-from pipeback.pipeline.slices import Slices
+from pipeback.pipeline.slices import Slices, apart
 from pipeback.runtime.loop import Batch
+from pipeback.schedules.timeline import in_flight
 from pipeback.splitting.attribute_reads import way_of
 from pipeback.splitting.traced_model import TracedModel
 from pipeback.stages.flight import Value
@@ -23,20 +26,34 @@ Wait = Callable[[], object]  # quiesces: buffers are borrowed and put back
 
 
 class MicroBatcher:
-    """Makes micro-batches for the stages of all replicas in this process, `everywhere`."""
+    """Makes micro-batches for the stages of all replicas in this process, `everywhere`.
 
-    def __init__(self, program: TracedModel | None, everywhere: Sequence[Sequence[Stage]]) -> None:
-        self._program, self._everywhere = program, everywhere
+    method: by which those of a push have gone on, as far as they may, when it returns; None: they may not even have
+    begun.
+    """
+
+    def __init__(
+        self, program: TracedModel | None, everywhere: Sequence[Sequence[Stage]], method: Method | None
+    ) -> None:
+        self._program, self._everywhere, self._method = program, everywhere, method
         self._setting = 0  # of the stages, when micro-batches were let in last
 
     def batches(self, x: Any, y: Any, size: int | None, wait: Wait) -> Sequence[Batch]:
         """The micro-batches of (x, y), cut along the first dimension: all of one replica before those of the next."""
         x, form = self._opened(x)
-        found = shares(x, y, size, len(self._everywhere))
+        found = apart(shares(x, y, size, len(self._everywhere)), self._staying)
         if isinstance(found, Slices) and (self._program is None or form is None):
             return found  # which are cut when they are taken
         known = self._known([x for x, _, _ in found], form, wait, None)
         return [(x, flat(y), size) for x, (_, y, size) in zip(known, found, strict=True)]
+
+    @cached_property
+    def _staying(self) -> int | None:
+        """The most micro-batches of a push that may be in flight when it returns; None: all."""
+        if self._method is None:
+            return None
+        flying = in_flight(self._method.schedule, len(self._everywhere[0]))
+        return 0 if self._method.flush_each_push else 2 * max(flying)
 
     def enter(self, x: Any, wait: Wait, training: bool | None = None) -> Value:
         """One micro-batch. training: whether it will be trained on; None: as the model is set."""

@@ -142,7 +142,7 @@ class Pipeline(OutsideCalls):
         """Train on x and y; returns the mean loss of the micro-batches just pushed, a detached 0-d tensor.
 
         x: a tensor (N, …), a tuple of tensors, or as `example`. y: the target of `loss`, any structure, cut like x by
-        the first dimension. Both must stay unchanged until their backward. Workers give lazy losses: reading one waits.
+        the first dimension. Both may be filled anew once this returns. Workers give lazy losses: reading one waits.
         """
         push = self._engine.push if self._take_back is None else self._take_back.push
         return push(x, y, self._saving.commit_if_due)

@@ -5,6 +5,7 @@ A push of a hundred thousand micro-batches needs no list of as many views, which
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, overload
@@ -12,7 +13,7 @@ from typing import Any, overload
 from torch import Tensor
 
 from pipeback.runtime.loop import Batch
-from pipeback.tensors.batches import sizes
+from pipeback.tensors.batches import copied, sizes
 
 AT_ONCE = 256  # micro-batches that an iteration cuts in one call
 
@@ -23,9 +24,18 @@ class Slices(Sequence[Batch]):
     x, y: tensors with `length` samples, or tuples of such and of what every micro-batch gets whole.
     """
 
-    def __init__(self, x: Any, y: Any, length: int, size: int, numbers: range | None = None) -> None:
+    def __init__(self, x: Any, y: Any, length: int, size: int) -> None:
         self._x, self._y, self._length, self._size = x, y, length, size
-        self._numbers = range(-(-length // size)) if numbers is None else numbers
+        self._numbers = range(-(-length // size))
+        self._tail = len(self._numbers), x, y  # the first micro-batch that is cut from other tensors, and these
+
+    def apart(self, last: int) -> Slices:
+        """Return the same, of which so many of the last ones lie in copies of the tensors."""
+        found, first = copy.copy(self), max(0, len(self) - last)
+        begin, end = first * self._size, self._length
+        x, y = (next(iter(pieces_of(value, begin, end, [end - begin]))) for value in (self._x, self._y))
+        found._tail = first, copied(x), copied(y)
+        return found
 
     def __len__(self) -> int:
         return len(self._numbers)
@@ -37,7 +47,9 @@ class Slices(Sequence[Batch]):
     def __getitem__(self, index: int | slice) -> Batch | Slices:
         numbers = self._numbers[index]
         if isinstance(numbers, range):
-            return Slices(self._x, self._y, self._length, self._size, numbers)
+            found = copy.copy(self)
+            found._numbers = numbers
+            return found
         return next(self._cut(numbers, numbers + 1))
 
     def __iter__(self) -> Iterator[Batch]:
@@ -46,8 +58,12 @@ class Slices(Sequence[Batch]):
             for n in numbers:
                 yield next(self._cut(n, n + 1))
             return
-        for first in range(numbers.start, numbers.stop, AT_ONCE):
-            yield from self._cut(first, min(first + AT_ONCE, numbers.stop))
+        first = numbers.start
+        while first < numbers.stop:
+            ends = self._tail[0] if first < self._tail[0] else numbers.stop
+            stop = min(first + AT_ONCE, ends, numbers.stop)
+            yield from self._cut(first, stop)
+            first = stop
 
     @property
     def unlike(self) -> list[Batch]:
@@ -55,9 +71,10 @@ class Slices(Sequence[Batch]):
         return [self[0], self[-1]] if len(self) > 1 else [self[0]]
 
     def _cut(self, first: int, stop: int) -> Iterator[Batch]:
-        begin, end = first * self._size, min(stop * self._size, self._length)
+        number, x, y = self._tail if first >= self._tail[0] else (0, self._x, self._y)
+        begin, end = (first - number) * self._size, min(stop * self._size, self._length) - number * self._size
         each = sizes(end - begin, self._size)
-        return iter(zip(pieces_of(self._x, begin, end, each), pieces_of(self._y, begin, end, each), each, strict=False))
+        return iter(zip(pieces_of(x, begin, end, each), pieces_of(y, begin, end, each), each, strict=False))
 
 
 def pieces_of(value: Any, begin: int, end: int, each: Sequence[int]) -> Iterable[Any]:
@@ -68,6 +85,19 @@ def pieces_of(value: Any, begin: int, end: int, each: Sequence[int]) -> Iterable
         cut: Iterable[Any] = value.narrow(0, begin, end - begin).split(list(each))
         return cut
     return repeat(value)
+
+
+def apart(batches: Sequence[Batch], last: int | None) -> Sequence[Batch]:
+    """Return the same, of which so many of the last ones (None: all) lie in copies: whoever pushed them may fill the
+    tensors anew.
+    """
+    count = len(batches) if last is None else min(last, len(batches))
+    if not count:
+        return batches
+    if isinstance(batches, Slices):
+        return batches.apart(count)
+    own = [(copied(x), copied(y), samples) for x, y, samples in batches[-count:]]
+    return [*batches[:-count], *own]
 
 
 def unlike(batches: Sequence[Batch]) -> Sequence[Batch]:

@@ -16,6 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeback.private import pytree
+from pipeback.tensors.copies import replica
 from pipeback.tensors.structures import PLAIN, SINGLE, Form, Object, Ref, apart, made, openable, opened, parts
 
 NUMBERS = (bool, int, float, type(None))  # what may stand in a message beside tensors
@@ -132,6 +133,18 @@ def checked(target: Any) -> Any:
 
 def _cut_off(part: Any) -> Any:
     return part.detach() if isinstance(part, Tensor) else part
+
+
+def copied(batch: Any) -> Any:
+    """Return the same with a `replica` of every tensor."""
+    if simple(batch):
+        return tuple(map(_replica, batch)) if type(batch) is tuple else _replica(batch)
+    tensors, form = opened(bare(batch), opens=_holds)
+    return form.fill([replica(tensor) for tensor in tensors])
+
+
+def _replica(part: Any) -> Any:
+    return replica(part) if isinstance(part, Tensor) else part
 
 
 def flat(target: Any) -> Any:

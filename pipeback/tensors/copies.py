@@ -84,8 +84,10 @@ def replica(tensor: Tensor, device: torch.device | None = None) -> Tensor:
     device = device or tensor.device
     if tensor.layout is not torch.strided or not tensor.numel():
         return tensor.detach().to(device, copy=True)
+    if not tensor.data_ptr() % LINE and tensor.is_contiguous():  # as torch allocates them
+        return tensor.detach().to(device, copy=True)
     form = form_of(tensor)
-    if tensor.data_ptr() % LINE != form.shift * tensor.element_size() or (not form.shift and tensor.is_contiguous()):
+    if tensor.data_ptr() % LINE != form.shift * tensor.element_size():
         return tensor.detach().to(device, copy=True)
     made = form.empty(device)
     form.elements(made).copy_(form.elements(tensor))
