@@ -18,6 +18,7 @@ from pipeback.runtime.gone_ahead import Ahead
 from pipeback.runtime.outside_ticks import OutsideTicks
 from pipeback.runtime.runners import Answer, PushLoop, Runner, Threads, Ticks
 from pipeback.stages.flight import Value, cut
+from pipeback.tensors.batches import copied
 
 
 class OutsideLoss:
@@ -122,6 +123,7 @@ class OutsideLoss:
                 raise ValueError(
                     f"backward was given {len(gradients)} gradients, forward {self.ahead.count} inputs; give as many"
                 )
+            gradients = [copied(g) for g in gradients]  # the caller may fill these anew before they are needed
             if (ticks := _ticks(runtime)) is not None:
                 self.ahead.backward(self._take())
                 if ticks.judges and nothing(gradients[0]):

@@ -70,20 +70,22 @@ def test_what_was_pushed_may_be_overwritten(case, runtime, cut, traced):
         torch.testing.assert_close(one, other, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("vectorize", [False, True])
-def test_so_may_be_what_has_gone_forward(vectorize):
+@pytest.mark.parametrize("options", [{}, {"vectorize": True}, {"workers": 2}, {"store": "host"}], ids=str)
+def test_so_may_be_what_has_gone_forward_and_its_gradient(options):
     """Where the loss is computed outside."""
 
     def trained(anew):
         torch.manual_seed(0)
         model, x, y = network(), torch.empty(4, 6), torch.empty(4, 6)
-        pipe = pipeback.Pipeline(model, loss=None, optimizer=OPTIMIZERS["sgd"], method="pb", vectorize=vectorize)
+        pipe = pipeback.Pipeline(model, loss=None, optimizer=OPTIMIZERS["sgd"], method="pb", **options)
         for a, b in [(torch.randn(4, 6), torch.randn(4, 6)) for _ in range(12)]:
             a, b = (x.copy_(a), y.copy_(b)) if anew else (a, b)
             output = pipe.forward(a)
             mse_loss(output, b).backward()
             x.fill_(torch.nan)
-            pipe.backward(output.grad)
+            gradient = output.grad.clone()
+            pipe.backward(gradient)
+            gradient.fill_(torch.nan)
             pipe.step()
         pipe.drain()
         return [p.detach().clone() for p in model.parameters()]
