@@ -3,9 +3,11 @@
 python -m tests.fuzz "Program(...)"
 python -m tests.fuzz "Fit(...)"
 python -m tests.fuzz "Forward(...)"
+python -m tests.fuzz "Step(...)"
 python -m tests.fuzz --seconds 1200
 python -m tests.fuzz --fits --seconds 1200      # under Lightning, on one device and on two
 python -m tests.fuzz --forwards --seconds 1200  # models whose forwards are drawn, too
+python -m tests.fuzz --steps --seconds 1200     # the same as training_steps that Lightning's strategy follows
 python -m tests.fuzz --revert "a velocity that was cleared"     # until the search finds it
 python -m tests.fuzz --revert "the store of the ranks has no secret" --fault "a stranger who …"     # must fail
 """
@@ -28,6 +30,7 @@ def main() -> int:
     parser.add_argument("program", nargs="?", help="a program, fit or forward to replay")
     parser.add_argument("--fits", action="store_true", help="search for fits, not for programs")
     parser.add_argument("--forwards", action="store_true", help="search for forwards, not for programs")
+    parser.add_argument("--steps", action="store_true", help="search for training_steps, not for programs")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long new seeds are searched")
     parser.add_argument("--revert", choices=list(REVERTS), help="a mending to take back in the library")
     parser.add_argument("--fault", help="a program of tests/fuzz/faults to run instead of a search")
@@ -36,6 +39,8 @@ def main() -> int:
         return _fits(given.program, given.seconds)
     if given.forwards or (given.program or "").startswith("Forward("):
         return _forwards(given.program, given.seconds)
+    if given.steps or (given.program or "").startswith("Step("):
+        return _steps(given.program, given.seconds)
     if given.revert:
         take_back(given.revert)
     from .check import check  # which imports the library
@@ -85,6 +90,18 @@ def _forwards(one: str | None, seconds: float) -> int:
     if one:
         return _replayed(eval(one, {"Forward": Forward, "pipeback": pipeback}), check)
     return _searched(forwards(), check, seconds, 100, "forwards")
+
+
+def _steps(one: str | None, seconds: float) -> int:
+    """As `main`, for training_steps that are drawn."""
+    import pipeback
+
+    from .forwards.draw import forwards
+    from .forwards.step import Step, check_step
+
+    if one:
+        return _replayed(eval(one, {"Step": Step, "pipeback": pipeback}), check_step)
+    return _searched(forwards(Step), check_step, seconds, 40, "steps")
 
 
 def _replayed(one: Any, check: Callable[[Any], None]) -> int:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 import warnings
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -25,7 +26,7 @@ def check(forward: Forward) -> None:
     """Raise AssertionError, naming what was seen, where a pipeline shows other numbers than it should."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        forward = _cured(forward)
+        forward = cured(forward, Forward.trained)
         if not forward.draws:
             close(forward.trained(method="sgd")[0], forward.plainly(), 0.0, "the bits of plain training")
         runtime = dict(forward.runtime)
@@ -40,11 +41,11 @@ def check(forward: Forward) -> None:
             close(found, wanted, TOLERANCE, "the event loop")
 
 
-def _cured(forward: Forward) -> Forward:
+def cured(forward: Forward, train: Callable[[Forward], object]) -> Forward:
     """The forward as it is trained, with the cures that messages type. Raises what types none."""
     for _ in range(CURES):
         try:
-            forward.trained()
+            train(forward)
             return forward
         except ValueError as error:
             if STASHES in str(error):

@@ -18,12 +18,12 @@ SAME_WEIGHTS = ("sgd", "gpipe", "one_f_one_b", "pipedream")  # in F and in B
 
 
 @st.composite
-def forwards(draw: st.DrawFn) -> Forward:
+def forwards(draw: st.DrawFn, kind: type[Forward] = Forward) -> Forward:
     """Any forward that a trace claims to follow."""
     layers = tuple(draw(st.lists(st.sampled_from(list(LAYERS)), min_size=1, max_size=6)))
     names = st.sampled_from(list(STEPS))
     step = st.tuples(st.one_of(st.integers(0, len(layers) - 1), names), st.integers(0, 4), st.booleans())
-    forward = Forward(
+    forward = kind(
         layers=layers, steps=tuple(draw(st.lists(step, min_size=1, max_size=10))), gathers=draw(st.booleans()),
         seed=draw(st.integers(0, 99)), method=draw(st.sampled_from(METHODS)),
         stages=draw(st.sampled_from(["layer", "auto", 2])), form=draw(st.sampled_from(list(FORMS))),

@@ -1,6 +1,7 @@
 """Forwards that showed a fault once, each under what went wrong."""
 
 from .forward import Forward
+from .step import Step
 
 FAULTS = {
     "what a second call of a layer wrote into its buffer was lost": Forward(
@@ -18,5 +19,10 @@ FAULTS = {
     ),
     "a product with a tied weight was evaluated by another kernel": Forward(
         layers=("gru",), steps=(("tied", 0, False), (0, 0, False), ("tied", 0, False)), method="sgd"
+    ),
+}  # fmt: skip
+STEPS = {
+    "a store took away a weight that a later stage still had in another shape": Step(
+        layers=("perceptron",), steps=(("convolved", 2, True),), gathers=True, method="gpipe", runtime={"store": "host"}
     ),
 }  # fmt: skip

@@ -84,7 +84,7 @@ class Forward(Replayed):
         def made(seed: int) -> pipeback.Pipeline:
             model = Model(self).to(dtype)
             torch.manual_seed(seed)
-            return pipeback.Pipeline(model, loss=mse_loss, optimizer=_sgd, example=data[0][0], debug=on, **options)
+            return pipeback.Pipeline(model, loss=mse_loss, optimizer=sgd, example=data[0][0], debug=on, **options)
 
         pipe, losses = made(5), list[Tensor]()
         for n, (x, y) in enumerate(data):
@@ -103,7 +103,7 @@ class Forward(Replayed):
     def plainly(self) -> Seen:
         """What a loop of plain PyTorch shows."""
         model, losses = Model(self), list[Tensor]()
-        optimizer = _sgd(model.parameters())
+        optimizer = sgd(model.parameters())
         for x, y in self.data(torch.float32):
             loss = mse_loss(model(x), y)
             optimizer.zero_grad()
@@ -116,14 +116,19 @@ class Forward(Replayed):
         return _seen(losses, list(model.state_dict().items()), output)
 
 
-def _sgd(params: Any) -> torch.optim.SGD:
+def sgd(params: Any) -> torch.optim.SGD:
     return torch.optim.SGD(params, lr=0.02, momentum=0.9)
 
 
 def _seen(losses: list[Tensor], weights: list[tuple[str, Tensor]], output: Tensor) -> Seen:
     shown = [(f"push {n}", loss.detach()) for n, loss in enumerate(losses)]
-    every = [*shown, *((f"weight {name}", value) for name, value in weights), ("evaluated", output.detach())]
-    return [(at, value.nan_to_num(1e30)) for at, value in every]  # NaN equals nothing
+    held = [(f"weight {name}", value) for name, value in weights]
+    return without_nan([*shown, *held, ("evaluated", output.detach())])
+
+
+def without_nan(seen: Seen) -> Seen:
+    """The same with another value for NaN, which equals nothing."""
+    return [(at, value.nan_to_num(1e30)) for at, value in seen]
 
 
 class Model(nn.Module):
