@@ -250,3 +250,8 @@ def explain(error: BaseException) -> None:
             "it sets afterwards stays as it was there; set what the forward reads before the call, or in a hook that "
             "does not look at the loss"
         )
+    if "now that requires_grad is set" in str(error):  # as BackboneFinetuning does
+        error.add_note(
+            "A fit trains the weights that require a gradient when it begins: let it end before others are unfrozen "
+            "(max_epochs), and go on with fit of another Trainer"
+        )

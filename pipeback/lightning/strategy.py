@@ -288,8 +288,8 @@ class PipelineStrategy(Place):
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks that this one cannot go on; from now on it runs alone."""
         rank = None if self._state is None else self._state.rank
+        option_checks.explain(error)
         if isinstance(rank, SharedFit) and not rank.failed:
-            option_checks.explain(error)
             rank.fail(error)
         self.meeting = None
 
@@ -331,10 +331,10 @@ class PipelineStrategy(Place):
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         module = self.lightning_module
-        assert module is not None
-        if meta.absent(module):  # values copied to the meta device would be lost
+        if module is not None and meta.absent(module):  # values copied to the meta device would be lost
             module.load_state_dict(checkpoint["state_dict"], strict=strict, assign=True)
-        else:
+            return
+        with nullcontext() if self._state is None else self._state.shown(changes=True):
             super().load_model_state_dict(checkpoint, strict=strict)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:

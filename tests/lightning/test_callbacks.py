@@ -6,6 +6,7 @@ import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.callbacks import (
+    BaseFinetuning,
     EarlyStopping,
     LearningRateMonitor,
     ModelCheckpoint,
@@ -348,3 +349,36 @@ def test_nothing_of_ours_stays_behind():
     assert set(vars(module.model)) == names and "log" not in vars(module)
     assert "clip_gradients" not in vars(run.precision_plugin) and "step" not in vars(run.optimizers[0])
     assert all(p.grad is None for p in module.parameters())
+
+
+class Unfreezes(BaseFinetuning):
+    """Trains the first layer from the second epoch on."""
+
+    def freeze_before_training(self, pl_module):
+        self.freeze(pl_module.model[0])
+
+    def finetune_function(self, pl_module, epoch, optimizer):
+        if epoch == 1:
+            self.unfreeze_and_add_param_group(pl_module.model[0], optimizer, lr=0.01)
+
+
+class Chosen(Regression):
+    """Its optimizer gets the weights that require a gradient."""
+
+    def configure_optimizers(self):
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.05)
+
+
+def test_layers_are_unfrozen_between_two_fits():
+    module = Chosen()
+    with pytest.raises(RuntimeError, match="was frozen when the pipeline was built") as raised:
+        trainer(strategy(), callbacks=[Unfreezes()]).fit(module, loader())
+    assert "go on with fit of another Trainer" in raised.value.__notes__[0]
+    module = Chosen()
+    module.model[0].requires_grad_(False)
+    before = module.model[0][0].weight.clone()
+    trainer(strategy(), max_epochs=1).fit(module, loader())
+    assert torch.equal(module.model[0][0].weight, before)
+    module.model[0].requires_grad_(True)
+    trainer(strategy(), max_epochs=1).fit(module, loader())
+    assert not torch.equal(module.model[0][0].weight, before)
