@@ -78,12 +78,14 @@ class Slices(Sequence[Batch]):
 
 
 def pieces_of(value: Any, begin: int, end: int, each: Sequence[int]) -> Iterable[Any]:
-    """Slices of `each` so many samples of a value from sample `begin` to `end`; what is no tensor is in all of them."""
+    """Slices of `each` so many samples of a value from sample `begin` to `end`; what is no tensor is in all of them.
+
+    If one is written into, as by a loss that masks its targets, autograd does not take the others for changed.
+    """
     if isinstance(value, tuple) and value:
         return zip(*(pieces_of(part, begin, end, each) for part in value), strict=False)
     if isinstance(value, Tensor) and value.dim():
-        cut: Iterable[Any] = value.narrow(0, begin, end - begin).split(list(each))
-        return cut
+        return [piece.data for piece in value.narrow(0, begin, end - begin).split(list(each))]
     return repeat(value)
 
 

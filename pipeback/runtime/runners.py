@@ -389,9 +389,12 @@ def _serve(
 
 
 def mean(losses: Sequence[Tensor], sizes: list[int] | None) -> Tensor:
-    """Return the mean loss of a push, weighted by `sizes` (samples per micro-batch) if they are given."""
+    """Return the mean loss of a push, weighted by `sizes` (samples per micro-batch) if they are given.
+
+    It lies in memory of its own: a backward may wait that has kept the loss, as that of a square root does.
+    """
     if len(losses) == 1:
-        return losses[0]
+        return losses[0].clone()
     stacked = torch.stack(list(losses))
     if sizes is None:
         return stacked.mean()

@@ -108,3 +108,36 @@ def test_slices_lie_apart_as_they_are_taken(last):
         for a, b, size in (found[n], list(found)[n], found[n:][0]):
             assert size == samples and b[1] == 5
             assert torch.equal(a, c) == torch.equal(b[0], d) == (n >= 7 - kept)
+
+
+def masked(output, target):
+    """A loss that writes into its target, as one that leaves out labels does."""
+    target[target > 1] = 0
+    return mse_loss(output, target)
+
+
+def rooted(output, target):
+    """A loss whose backward needs its value."""
+    return mse_loss(output, target).sqrt()
+
+
+@pytest.mark.parametrize("loss", [masked, rooted])
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"vectorize": True}, {"store": "host"}], ids=str)
+@pytest.mark.parametrize(("method", "size"), [("gpipe", 1), ("gpipe", None), ("pb", 1), ("pb", None)])
+def test_a_loss_may_write_into_its_target_and_its_value_be_added_to(loss, options, method, size):
+    def trained(adds, **options):
+        model = network()
+        torch.manual_seed(0)
+        pipe = pipeback.Pipeline(
+            model, loss=loss, optimizer=OPTIMIZERS["sgd"], method=method, micro_batch_size=size, **options
+        )
+        for _ in range(6):
+            value = pipe.push(torch.randn(4, 6), torch.randn(4, 6))
+            if adds:
+                value += 1  # as what sums up losses does with the first of them
+        pipe.drain()
+        pipe.close()
+        return torch.cat([p.detach().flatten() for p in model.parameters()])
+
+    within = 1e-5 if "vectorize" in options else 0.0
+    torch.testing.assert_close(trained(True, **options), trained(False), rtol=within, atol=within)
