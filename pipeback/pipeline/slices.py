@@ -35,6 +35,8 @@ class Slices(Sequence[Batch]):
         begin, end = first * self._size, self._length
         x, y = (next(iter(pieces_of(value, begin, end, [end - begin]))) for value in (self._x, self._y))
         found._tail = first, copied(x), copied(y)
+        if not first:
+            _, found._x, found._y = found._tail  # nothing is cut from the caller's tensors
         return found
 
     def __len__(self) -> int:

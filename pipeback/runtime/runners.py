@@ -389,12 +389,9 @@ def _serve(
 
 
 def mean(losses: Sequence[Tensor], sizes: list[int] | None) -> Tensor:
-    """Return the mean loss of a push, weighted by `sizes` (samples per micro-batch) if they are given.
-
-    It lies in memory of its own: a backward may wait that has kept the loss, as that of a square root does.
-    """
+    """Return the mean loss of a push, weighted by `sizes` (samples per micro-batch) if they are given."""
     if len(losses) == 1:
-        return losses[0].clone()
+        return losses[0].clone()  # a backward that waits may have kept it, as that of a square root does
     stacked = torch.stack(list(losses))
     if sizes is None:
         return stacked.mean()
