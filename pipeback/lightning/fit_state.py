@@ -60,6 +60,7 @@ class FitState:
 
     def __init__(self, fit: Fit, rank: StateOfRank) -> None:
         self.fit, self.rank = fit, rank
+        self.stepped = False  # an update has been made
         self.left = False  # the pipeline has ended, and its weights are in the module again
         self.last: dict[str, Any] | None = None  # the state of the pipeline at the end of the fit
         self._validation = ExitStack()  # while validation runs
@@ -90,6 +91,7 @@ class FitState:
         return self._optimizer.stepping(self._step)
 
     def _step(self) -> None:
+        self.stepped = True
         self.fit.step()
         self.rank.stepped(self.fit)
 
@@ -190,6 +192,11 @@ class FitState:
         If the module is traced, the pipeline loads it when the first call of the module has built it.
         """
         fit = self.fit
+        if self.stepped and fit.rank.several:
+            raise ValueError(
+                "a checkpoint is loaded amid a fit on several devices, as Tuner.lr_find and LearningRateFinder do to "
+                "take their trials back, but each rank has some weights only; find the rate with Trainer(devices=1)"
+            )
         if section is not None:
             random_state.load(section["random"])
             fit.size.samples = section.get("samples")  # earlier checkpoints have none

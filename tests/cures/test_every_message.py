@@ -22,6 +22,7 @@ ELSEWHERE = (
     "laws/test_vectorized_compiled.py",
     "laws/test_views_in_place.py",
     "lightning/test_followed_step_with_a_store.py",
+    "lightning/test_tuner.py",
     "pipeline/test_by_name.py",
     "pipeline/test_grad_modes.py",
     "pipeline/test_held_out.py",

@@ -42,9 +42,9 @@ class Module(pl.LightningModule):
         return torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), self.batch_size)
 
 
-def trainer(folder, options, *callbacks):
+def trainer(folder, options, *callbacks, devices=1):
     return pl.Trainer(
-        accelerator="cpu", devices=1, max_epochs=2, logger=False, enable_checkpointing=False, callbacks=[*callbacks],
+        accelerator="cpu", devices=devices, max_epochs=2, logger=False, enable_checkpointing=False, callbacks=[*callbacks],
         enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
         strategy=PipelineStrategy("pb", **OPTIONS[options](folder)),
     )  # fmt: skip
@@ -79,3 +79,16 @@ def test_a_rate_is_found_as_a_fit_begins(options, tmp_path):
     module = Module()
     trainer(tmp_path, options, LearningRateFinder(num_training_steps=30, min_lr=1e-3, max_lr=1.0)).fit(module)
     same_as_a_fit_alone(module, tmp_path, options)
+
+
+def tried(folder):
+    """What a rank of two says."""
+    with pytest.raises(ValueError, match=r"Tuner.lr_find .* find the rate with Trainer\(devices=1\)") as raised:
+        Tuner(trainer(folder, "event loop", devices=2)).lr_find(Module(), num_training=20)
+    return str(raised.value)
+
+
+def test_it_is_refused_on_several_devices(crew, tmp_path):
+    assert all("amid a fit on several devices" in told for told in crew.ranks(2).run(tried, tmp_path))
+    module, by = Module(), trainer(tmp_path, "event loop")
+    Tuner(by).lr_find(module, num_training=30, min_lr=1e-3, max_lr=1.0)  # the cure
