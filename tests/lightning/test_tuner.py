@@ -44,8 +44,8 @@ class Module(pl.LightningModule):
 
 def trainer(folder, options, *callbacks, devices=1):
     return pl.Trainer(
-        accelerator="cpu", devices=devices, max_epochs=2, logger=False, enable_checkpointing=False, callbacks=[*callbacks],
-        enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
+        accelerator="cpu", devices=devices, max_epochs=2, logger=False, enable_checkpointing=False,
+        callbacks=[*callbacks], enable_progress_bar=False, enable_model_summary=False, default_root_dir=folder,
         strategy=PipelineStrategy("pb", **OPTIONS[options](folder)),
     )  # fmt: skip
 
