@@ -28,8 +28,8 @@ Wait = Callable[[], object]  # quiesces: buffers are borrowed and put back
 class MicroBatcher:
     """Makes micro-batches for the stages of all replicas in this process, `everywhere`.
 
-    method: by which those of a push have gone on, as far as they may, when it returns; None: they may not even have
-    begun.
+    method: says how many of a push may be in flight when it returns; None: all may be, since other threads run them, or
+    their loss is computed outside.
     """
 
     def __init__(
