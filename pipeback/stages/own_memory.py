@@ -1,8 +1,8 @@
 """Own memory: what a stage sends on lies neither in its weights nor in buffers that forwards change.
 
 A stage may return one of its weights or a view of one (`weight.T`, `table[:n]`) for a later stage to compute with. That
-stage keeps it for its backward. By then an update may have written into the weight, or a store may have taken it away. So
-the stage sends a copy, whose gradient goes to the weight.
+stage keeps it for its backward. By then an update may have written into the weight, or a store may have taken it away.
+So the stage sends a copy, whose gradient goes to the weight.
 """
 
 from __future__ import annotations
