@@ -13,9 +13,11 @@ from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
+from lightning.pytorch import LightningModule
 from torch import Tensor
 
 from pipeback.lightning import micro_batches, step_checks
+from pipeback.lightning.captured_step import CapturedStep
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
 from pipeback.lightning.suspended_slices import Slice, SuspendedSlices
@@ -31,6 +33,7 @@ class Run(Protocol):
     """The parts of a fit that are needed here."""
 
     found: TrainedModule
+    module: LightningModule
     store: Store | None
     vectorize: bool | str
     pipe: Pipeline | None
@@ -53,6 +56,7 @@ class StagesAhead:
 
     def __init__(self, fit: Run) -> None:
         self.fit = fit
+        self.captured = CapturedStep(fit.found, fit.module)
         self._as_one: bool | None = None  # whether stages run as one; known from the first batch on
 
     def may_run(self, count: int, expected: int) -> bool:
@@ -69,7 +73,8 @@ class StagesAhead:
         given: the call of `training_step`. one: runs it and F, where stages turn out not to run as one.
         """
         fit = self.fit
-        slices = SuspendedSlices(fit.found, cut, given, log, fit.settings)
+        graphs = self.captured.ready(cut, given(cut[0][0])) if self._as_one else None
+        slices = SuspendedSlices(fit.found, cut, given, log, fit.settings, graphs)
         try:
             with slices.heard():
                 slices.begin(0)
@@ -80,7 +85,7 @@ class StagesAhead:
                 return self._apart(slices, one, expected)
             with slices.heard():
                 slices.begin_all()
-            return self._by_ticks(slices, expected) if ticks else self._by_stages(slices, expected)
+            return self._by_ticks(slices, given, expected) if ticks else self._by_stages(slices, expected)
         finally:
             slices.end()
 
@@ -105,12 +110,19 @@ class StagesAhead:
             returned = self._finished(slices, n, output, losses)
         return step_checks.passed(returned, losses, [samples for _, samples in slices.cut])
 
-    def _by_ticks(self, slices: SuspendedSlices, expected: int) -> Any:
+    def _by_ticks(self, slices: SuspendedSlices, given: Callable[[Any], Given], expected: int) -> Any:
         fit, losses = self.fit, list[Tensor]()
 
         def judge(n: int, output: Any) -> Any:
+            if (known := slices.judged(n, output)) is not None:
+                losses.append(known[0])
+                return known[1]
+            slices.log.listed = [] if self.captured.learns else None
             with fit.judging():
                 self._finished(slices, n, output, losses)
+            if slices.log.listed is not None:
+                call, question = given(slices.cut[n][0]), slices.calls[n].question
+                self.captured.learn(call, slices.outside, question, output, losses[-1], slices.log.listed)
             return step_checks.gradients(step_checks.held(output))
 
         with slices.modes.applied():

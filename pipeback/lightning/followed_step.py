@@ -103,6 +103,11 @@ class FollowedStep:
         return bool(self._seen)
 
     @property
+    def known(self) -> bool:
+        """Whether it has run, so that its calls are known."""
+        return bool(self._calls)
+
+    @property
     def single(self) -> str | None:
         """The name of the module whose call is all that the pipeline computes; None before the first
         `training_step`, and where it makes several calls.

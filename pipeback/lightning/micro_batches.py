@@ -53,12 +53,13 @@ class Log:
     def __init__(self) -> None:
         self._said: dict[str, tuple[list[Any], list[int], dict[str, Any]]] = {}
         self.samples = 0  # of the present slice
+        self.listed: list[Any] | None = None  # the values as they come, for who wants to see them
 
     @contextmanager
     def listening(self, module: LightningModule) -> Iterator[None]:
         """Collect what `module.log` gets within this context; log the means at its end."""
         log = module.log
-        module.log = self._hear  # type: ignore[method-assign]
+        module.log = self.hear  # type: ignore[method-assign]
         try:
             yield
         finally:
@@ -74,7 +75,10 @@ class Log:
                 value = mean(values, sizes)
             log(name, value, **options)
 
-    def _hear(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+    def hear(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        """Do what `self.log` does, for the present slice."""
+        if self.listed is not None:
+            self.listed.append(value)
         options.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args))
         values, sizes, kept = self._said.setdefault(name, ([], [], options))
         values.append(value.detach() if isinstance(value, Tensor) else value)

@@ -12,12 +12,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pipeback.lightning import micro_batches, step_checks
 from pipeback.lightning.call_override import call_instead
+from pipeback.lightning.captured_step import StepGraphs
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
 from pipeback.lightning.suspended_step import Suspended, TorchModes
+from pipeback.tensors.structures import parts
 
 Slice = tuple[Any, int]  # and its samples
 
@@ -39,7 +42,8 @@ _OPERATOR = (
 class SuspendedSlices:
     """The `training_step`s of one batch. given: the call of that of a slice. log: collects what they log.
 
-    settings: gives a number to the values that the forward of the model reads.
+    settings: gives a number to the values that the forward of the model reads. graphs: stand for `training_step` in all
+    slices but the first and the last.
     """
 
     def __init__(
@@ -49,11 +53,15 @@ class SuspendedSlices:
         given: Callable[[Any], Given],
         log: micro_batches.Log,
         settings: Callable[[], int],
+        graphs: StepGraphs | None = None,
     ) -> None:
-        modes = TorchModes.now()
-        self.found, self.cut, self.log = found, cut, log
-        run = self._followed if found.step is not None else Given.run
-        self.calls = [Suspended(partial(run, given(batch)), modes) for batch, _ in cut]
+        self.outside = TorchModes.now()
+        self.found, self.cut, self.log, self.graphs = found, cut, log, graphs
+        self._given = given
+        ends = 0, len(cut) - 1
+        captured = {} if graphs is None else {n: parts(batch) for n, (batch, _) in enumerate(cut) if n not in ends}
+        self._captured: dict[int, list[Any]] = captured  # the tensors of slices
+        self.calls = {n: self._suspended(n) for n in range(len(cut)) if n not in captured}
         self._entered: set[int] = set()  # those that have called the model
         self._running = 0
         self._settings = settings
@@ -68,7 +76,10 @@ class SuspendedSlices:
     @property
     def asked(self) -> list[Any]:
         """The inputs of the model, of those that wait."""
-        return [call.question for call in self.calls if call.asks]
+        found = {n: call.question for n, call in self.calls.items() if call.asks}
+        if self.graphs is not None:
+            found |= {n: self.graphs.head(tensors) for n, tensors in self._captured.items()}
+        return [found[n] for n in sorted(found)]
 
     @contextmanager
     def heard(self) -> Iterator[None]:
@@ -95,7 +106,7 @@ class SuspendedSlices:
     def begin_all(self) -> None:
         """Run all slices up to their calls of the model. Raises ValueError where these calls are unlike."""
         settings = self._settings()
-        for n in range(len(self.cut)):
+        for n in self.calls:
             self.begin(n)
             if self._settings() != settings:
                 raise ValueError(_SETS.format(name=self.found.shown))
@@ -107,13 +118,36 @@ class SuspendedSlices:
 
     def finish(self, n: int, output: Any) -> Any:
         """Let a slice go on with the output of the model; return what its `training_step` returns."""
+        self.begin(n)
         self._run(n, output)
         return self.calls[n].result
 
+    def judged(self, n: int, output: Any) -> tuple[Tensor, Any] | None:
+        """Return the loss of a slice and the gradient of the output of the model, where graphs stand for it.
+
+        None: it is to go on itself.
+        """
+        if self.graphs is None or n not in self._captured:
+            return None
+        self.log.samples = self.cut[n][1]
+        try:
+            if self.graphs.fits(output):
+                loss, gradients, said = self.graphs.tail(output, self._captured[n])
+                self.graphs.say(self.log, said)
+                return loss, gradients
+        except Exception:  # such as a target out of range: the user's code is to raise it
+            pass
+        self.calls[n] = self._suspended(n)
+        return None
+
     def end(self) -> None:
         """End those that have not come to their end."""
-        for call in self.calls:
+        for call in self.calls.values():
             call.end()
+
+    def _suspended(self, n: int) -> Suspended:
+        run = self._followed if self.found.step is not None else Given.run
+        return Suspended(partial(run, self._given(self.cut[n][0])), self.outside)
 
     def _run(self, n: int, answer: Any = None) -> bool:
         self._running, self.log.samples = n, self.cut[n][1]

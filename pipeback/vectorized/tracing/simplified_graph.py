@@ -22,12 +22,7 @@ def simplified(graph: fx.GraphModule) -> fx.GraphModule:
 
     One operation costs as much as the arithmetic of a small layer. Gradients are as contiguous as their weights.
     """
-    part: Any = graph.graph
-    for node in list(part.nodes):
-        same = _undone(node) if node.op == "call_function" else None
-        if same is not None:
-            node.replace_all_uses_with(same)
-            part.erase_node(node)
+    part: Any = without_idle(graph).graph
     merged(part)
     part.eliminate_dead_code()
     for node in list(part.nodes):
@@ -55,6 +50,19 @@ def simplified(graph: fx.GraphModule) -> fx.GraphModule:
             node.target = aten.mul.Tensor
         elif node.op == "call_function" and node.target is aten.view.default:
             node.target = aten.reshape.default  # here, and not only in `direct`, for the sake of the compiler
+    graph.recompile()
+    return graph
+
+
+def without_idle(graph: fx.GraphModule) -> fx.GraphModule:
+    """Return the graph without operations that change nothing; its numbers are the same to the bit."""
+    part: Any = graph.graph
+    for node in list(part.nodes):
+        same = _undone(node) if node.op == "call_function" else None
+        if same is not None:
+            node.replace_all_uses_with(same)
+            part.erase_node(node)
+    part.eliminate_dead_code()
     graph.recompile()
     return graph
 
