@@ -70,20 +70,32 @@ def without_hooks(module: nn.Module) -> Iterator[None]:
             table.update({**hooks, **table})
 
 
+def hooks_now(module: nn.Module) -> list[dict[Any, Any]]:
+    """Return the hooks that the module has now."""
+    return [dict(table) for table in hook_tables(module)]
+
+
+@contextmanager
+def with_hooks(module: nn.Module, hooks: list[dict[Any, Any]]) -> Iterator[None]:
+    """A context within which the module has these hooks, too; it lacks them after that if it did before."""
+    lacking = [own.keys() - table.keys() for table, own in zip(hook_tables(module), hooks, strict=True)]
+    for table, own in zip(hook_tables(module), hooks, strict=True):
+        table.update(own)
+    try:
+        yield
+    finally:
+        for table, keys in zip(hook_tables(module), lacking, strict=True):
+            for key in keys:
+                table.pop(key, None)
+
+
 def as_it_is(module: nn.Module) -> Callable[..., Any]:
     """Return a function that calls the module with the forward and the hooks that it has now, whatever it has then."""
-    forward, hooks = vars(module).get("forward"), [dict(table) for table in hook_tables(module)]
+    forward, hooks = vars(module).get("forward"), hooks_now(module)
 
     def called(*args: Any, **kwargs: Any) -> Any:
-        with by_itself(module, forward):
-            for table, own in zip(hook_tables(module), hooks, strict=True):
-                table.update(own)
-            try:
-                return module(*args, **kwargs)
-            finally:
-                for table, own in zip(hook_tables(module), hooks, strict=True):
-                    for key in own:
-                        table.pop(key, None)
+        with by_itself(module, forward), with_hooks(module, hooks):
+            return module(*args, **kwargs)
 
     return called
 

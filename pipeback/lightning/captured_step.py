@@ -1,8 +1,5 @@
 """Captured step: a `training_step` of plain code as two graphs, which stand for it at most slices of a batch.
 
-    head   the tensors of a slice                          ->  the tensors that the model is called with
-    tail   the output of the model, the tensors of a slice ->  the loss, its gradients, and what is logged
-
 Running Python and autograd takes longer than a small stage does; a graph of operators takes a fraction. The graphs are
 made from one slice, and run beside `training_step` at every slice of that batch. They stand for it from the next batch
 on if all numbers are equal to the bit, and as long as batches have the same form and all that `training_step` reads
@@ -11,152 +8,28 @@ beside its batch is as it was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
-from pipeback.lightning import micro_batches, step_checks
-from pipeback.lightning.call_override import call_instead
+from pipeback.lightning import step_checks
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
-from pipeback.lightning.plain_code import NotPlain, PlainCode
+from pipeback.lightning.plain_code import PlainCode
+from pipeback.lightning.plain_values import NotPlain
+from pipeback.lightning.step_graphs import StepGraphs, tensors_of
 from pipeback.lightning.suspended_step import TorchModes
 from pipeback.private import dispatch_modes, function_modes, hook_tables, listened
-from pipeback.tensors import accelerators
-from pipeback.tensors.structures import SINGLE, Form, opened, parts
-from pipeback.vectorized.tracing.graphs import Graph, direct
-from pipeback.vectorized.tracing.simplified_graph import constant, without_idle
+from pipeback.tensors.structures import opened, parts
 
 Slice = tuple[Any, int]  # and its samples
 FEW = 4  # slices of a batch for which nothing is gained
+SEVERAL = 2  # batches after each other that read something else than the one before
 RARELY = 100  # batches for which graphs are to last on the average, since it takes as long as some batches to make them
-
-
-class _Called(BaseException):
-    """Ends a `training_step` that is traced where it calls the model. `except Exception` does not catch it."""
-
-    def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
-        super().__init__()
-        self.inputs, self.named = inputs, named
-
-
-class _Logged(NamedTuple):
-    """A call of `self.log`."""
-
-    name: str
-    value: Any  # None: a tensor, which the tail returns
-    args: tuple[Any, ...]
-    options: dict[str, Any]
-
-
-class StepGraphs:
-    """The graphs of a `training_step`, made from the call `given` on a slice. target: the module that it calls to go
-    forward; output: what that returns; modes: those of torch around the call.
-
-    Raises `NotPlain` where they cannot be made.
-    """
-
-    def __init__(
-        self, found: TrainedModule, module: LightningModule, target: nn.Module, given: Given, output: Any,
-        modes: TorchModes,
-    ) -> None:  # fmt: skip
-        self._found, self._module, self._target, self._given, self._modes = found, module, target, given, modes
-        tensors, self._batch = opened(given.batch)
-        outputs, self._output = opened(output)
-        self._moving = [n for n, t in enumerate(outputs) if t.is_floating_point() or t.is_complex()]
-        self._outputs = [(t.shape, t.dtype) for t in outputs]
-        self.casts = any(enabled for _, enabled, _ in modes.casts)
-        self.logged: list[_Logged] = []
-        self._called: Form
-        with modes.applied(), torch.enable_grad():
-            self._heads = _graph(self._head, tensors)
-            self._tails = _graph(self._tail, [*(t.detach() for t in outputs), *tensors])
-
-    def head(self, tensors: Sequence[Tensor]) -> Any:
-        """Return the input of the pipeline for a slice with these tensors."""
-        inputs, named = self._called.fill(self._heads(*tensors))
-        return self._found.given(inputs, named)
-
-    def fits(self, output: Any) -> bool:
-        """Whether the tail is made for an output of the model like this."""
-        return [(t.shape, t.dtype) for t in _tensors(output)] == self._outputs
-
-    def tail(self, output: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, Any, list[Any]]:
-        """Return the loss, the gradient of the output as `step_checks.gradients` gives it, and the logged values."""
-        outputs = _tensors(output)
-        with torch.no_grad(), accelerators.under(()):
-            loss, *found = self._tails(*outputs, *tensors)
-        moved, values = found[: len(self._moving)], iter(found[len(self._moving) :])
-        gradients: list[Any] = [None] * len(outputs)
-        for n, gradient in zip(self._moving, moved, strict=True):
-            gradients[n] = gradient
-        said = [next(values) if call.value is None else call.value for call in self.logged]
-        return loss, gradients[0] if len(gradients) == 1 else tuple(gradients), said
-
-    def say(self, log: micro_batches.Log, values: Sequence[Any]) -> None:
-        """Log these values."""
-        for call, value in zip(self.logged, values, strict=True):
-            log.hear(call.name, value, *call.args, **call.options)
-
-    def _head(self, *tensors: Tensor) -> list[Tensor]:
-        try:
-            self._run(tensors, self._leave)
-        except _Called as call:
-            found, self._called = opened((call.inputs, call.named))
-            return found
-        raise NotPlain("does not call the model")
-
-    def _tail(self, *given: Tensor) -> list[Tensor | None]:
-        count = len(self._outputs)
-        answers = [t.detach() for t in given[:count]]
-        moving = [answers[n].requires_grad_() for n in self._moving]
-        calls = list[Any]()
-
-        def answer(*inputs: Any, **named: Any) -> Any:
-            if calls or self.logged:
-                raise NotPlain("calls the model twice, or logs before it calls the model")
-            calls.append(inputs)
-            return self._output.fill(answers)
-
-        self.logged.clear()
-        values = list[Tensor]()
-        loss = step_checks.loss_of(self._run(given[count:], answer, values))
-        if type(loss) is not Tensor or loss.dim():
-            raise NotPlain("returns no plain tensor of one number")
-        gradients = torch.autograd.grad(loss, moving, allow_unused=True)
-        return [loss.detach(), *gradients, *(value.detach() for value in values)]
-
-    def _leave(self, *inputs: Any, **named: Any) -> Any:
-        raise _Called(inputs, named)
-
-    def _run(self, tensors: Sequence[Tensor], forward: Callable[..., Any], values: list[Tensor] | None = None) -> Any:
-        """Run `training_step` on a slice with these tensors; the model does `forward`."""
-
-        def log(name: str, value: Any, *args: Any, **options: Any) -> None:
-            if any(type(v) not in SINGLE or isinstance(v, Tensor) for v in (*args, *options.values())):
-                raise NotPlain("calls self.log with tensors in its options")
-            known = not isinstance(value, Tensor)
-            if known and type(value) not in (int, float, bool):
-                raise NotPlain(f"logs a {type(value).__name__}")
-            self.logged.append(_Logged(name, value if known else None, args, options))
-            if not known and values is not None:
-                values.append(value)
-
-        def heard(*inputs: Any, **named: Any) -> Any:
-            if not torch.is_grad_enabled():
-                raise NotPlain("calls the model without gradients")
-            return forward(*inputs, **named)
-
-        own = vars(self._module).get("log")
-        with ExitStack() as stack:
-            self._module.log = log  # type: ignore[method-assign]
-            stack.callback(_put_back, self._module, own)
-            stack.enter_context(call_instead(self._target, heard))
-            return self._given._replace(batch=self._batch.fill(tensors)).run()
+_NOBODY = nn.Module()
 
 
 class CapturedStep:
@@ -169,7 +42,15 @@ class CapturedStep:
         self._code: PlainCode | None = None
         self._last: Any = None  # what the batch before read, and its form
         self._made: tuple[Any, StepGraphs] | None = None  # for which of these
-        self._batches = self._times = 0  # how often it was asked, and learned
+        self._batches = self._times = self._differs = 0  # how often it was asked, learned, and nothing was as before
+
+    @property
+    def told(self) -> dict[str, str]:
+        """What stands for `training_step`, and why nothing does; nothing is said before that is known."""
+        why = self.why or ("reads what differs from batch to batch" if self._differs > SEVERAL else None)
+        if why is not None:
+            return {"training_step": f"runs at every slice: it {why}"}
+        return {} if self._made is None else {"training_step": "a graph stands for it"}
 
     def ready(self, cut: Sequence[Slice], given: Given) -> StepGraphs | None:
         """Return the graphs that stand for `training_step` in this batch; None: it runs itself. given: its call."""
@@ -186,6 +67,7 @@ class CapturedStep:
         self._batches += 1
         self.learns = now is not None and now == self._last and self._times <= 2 + self._batches // RARELY
         self._times += self.learns
+        self._differs = 0 if now == self._last else self._differs + 1
         self._last = now
         return None
 
@@ -203,7 +85,7 @@ class CapturedStep:
                 self._made = self._last, StepGraphs(self.found, self.module, self._model, given, output, modes)
             graphs = self._made[1]
             found = graphs.tail(output, tensors)
-            pairs = [*zip(_tensors(question), _tensors(graphs.head(tensors)), strict=True)]
+            pairs = [*zip(tensors_of(question), tensors_of(graphs.head(tensors)), strict=True)]
             pairs += zip((loss, *said), (found[0], *found[2]), strict=True)
             gradients = step_checks.gradients(step_checks.held(output))
             pairs += zip(*(g if isinstance(g, tuple) else (g,) for g in (gradients, found[1])), strict=True)
@@ -232,16 +114,15 @@ class CapturedStep:
             if self.found.step is not None and not self.found.step.known:
                 return None
             self._code = PlainCode(self.module, "training_step", self._model)
-        if any(hook_tables(self._model)) or "training_step" in vars(self.module):
+        if any(hook_tables(self._model)):
             raise NotPlain("calls a model with hooks")
-        first, form = opened(cut[0][0])
-        shapes = [(t.shape, t.dtype, t.device) for t in first]
-        for part, _ in cut[:-1]:
-            leaves = parts(part)
-            if not all(type(t) is Tensor and not t.requires_grad for t in leaves):
-                raise NotPlain("gets batches with more in them than plain tensors")
-            if [(t.shape, t.dtype, t.device) for t in leaves] != shapes:
-                return None
+        slices = [parts(batch) for batch, _ in cut[:-1]]  # the last one runs itself
+        if not all(type(t) is Tensor and not t.requires_grad for leaves in slices for t in leaves):
+            raise NotPlain("gets batches with more in them than plain tensors")
+        shapes, *others = ([(t.shape, t.dtype, t.device) for t in leaves] for leaves in slices)
+        if any(other != shapes for other in others):
+            return None
+        form = opened(cut[0][0])[1]
         asked = [given.rest[n - 1] if n <= len(given.rest) else given.named for n in sorted(self._code.arguments)]
         return self._code.reads(), asked, form, shapes, TorchModes.now()
 
@@ -252,51 +133,8 @@ class CapturedStep:
         return bool(watching) or listened(_NOBODY) is not None
 
 
-_NOBODY = nn.Module()
-
-
-def _tensors(value: Any) -> list[Tensor]:
-    return [value] if type(value) is Tensor else opened(value)[0]
-
-
-def _put_back(module: LightningModule, log: Any) -> None:
-    vars(module).pop("log", None)
-    if log is not None:
-        module.log = log  # type: ignore[method-assign]
-
-
 def _same(one: Any, other: Any) -> bool:
     if not isinstance(one, Tensor) or not isinstance(other, Tensor):
         return one is other or bool(one == other)
     alike = one.shape == other.shape and one.dtype == other.dtype
     return alike and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
-
-
-def _graph(function: Callable[..., Any], given: Sequence[Tensor]) -> Graph:
-    """Return a function of tensors as a graph. Raises `NotPlain` where it draws, or writes to what it is given."""
-    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
-
-    graph = make_fx(function)(*given)
-    for node in graph.graph.nodes:
-        if node.op == "call_function" and isinstance(node.target, torch._ops.OpOverload):
-            if torch.Tag.nondeterministic_seeded in node.target.tags:
-                raise NotPlain("draws random numbers")
-            written = [
-                arg for arg, of in zip(node.args, node.target._schema.arguments, strict=False)
-                if of.alias_info is not None and of.alias_info.is_write
-            ]  # fmt: skip
-            if node.target._schema.is_mutable and not (written and all(map(_fresh, written))):
-                raise NotPlain("writes to a tensor in place")
-        elif node.op == "call_function" and getattr(node.target, "__module__", "") != "_operator":
-            raise NotPlain(f"calls {node.target}")
-    return direct(constant(without_idle(graph)).forward)
-
-
-def _fresh(node: Any) -> bool:
-    """Whether a tensor has memory of its own."""
-    if not isinstance(node, fx.Node) or not isinstance(node.target, torch._ops.OpOverload):
-        return False
-    returns = node.target._schema.returns
-    if node.target._schema.is_mutable and node.args:
-        return _fresh(node.args[0])
-    return all(of.alias_info is None for of in returns) and node.target is not torch.ops.aten.reshape.default

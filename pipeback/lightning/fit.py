@@ -102,7 +102,7 @@ class Fit:
         """Which stages run as one, and why others do not."""
         if self._why_apart is not None:
             return {"all stages": f"stage by stage: {self._why_apart}"}
-        return {} if self.pipe is None else self.pipe.vectorized
+        return {} if self.pipe is None else {**self.pipe.vectorized, **self.ahead.captured.told}
 
     def settings(self) -> int:
         """A number for the values that the forward of the model reads, which differs if they do."""

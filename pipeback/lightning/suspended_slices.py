@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from pipeback.lightning import micro_batches, step_checks
-from pipeback.lightning.call_override import call_instead
-from pipeback.lightning.captured_step import StepGraphs
+from pipeback.lightning.call_override import call_instead, hooks_now, with_hooks
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
+from pipeback.lightning.step_graphs import StepGraphs
 from pipeback.lightning.suspended_step import Suspended, TorchModes
 from pipeback.tensors.structures import parts
 
@@ -66,7 +66,7 @@ class SuspendedSlices:
         self._running = 0
         self._settings = settings
         self._ahead = self._looked = False
-        self._original = found.module.forward
+        self._original, self._hooks = found.module.forward, hooks_now(found.module)
 
     @property
     def modes(self) -> TorchModes:
@@ -88,8 +88,8 @@ class SuspendedSlices:
             yield
             return
         self._original = self.found.module.forward  # another one once the stages have the weights
-        with call_instead(self.found.module, self._forward):
-            yield
+        with call_instead(self.found.module, self._forward), with_hooks(self.found.module, self._hooks):
+            yield  # the stages run it without its hooks
 
     def run_ahead(self) -> None:
         """Note that stages make updates of later slices before a slice goes on. Raises ValueError where a

@@ -1,0 +1,207 @@
+"""Step graphs: a `training_step` as two graphs of operators, traced from a call of it.
+
+head   the tensors of a slice                          ->  the tensors that the model is called with
+tail   the output of the model, the tensors of a slice ->  the loss, its gradients, and what is logged
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, fx, nn
+
+from pipeback.lightning import micro_batches, step_checks
+from pipeback.lightning.call_override import call_instead
+from pipeback.lightning.find_stages import TrainedModule
+from pipeback.lightning.followed_step import Given
+from pipeback.lightning.plain_values import NotPlain
+from pipeback.lightning.suspended_step import TorchModes
+from pipeback.private import casts_anywhere
+from pipeback.tensors import accelerators
+from pipeback.tensors.structures import SINGLE, Form, opened
+from pipeback.vectorized.tracing.graphs import Graph, direct
+from pipeback.vectorized.tracing.simplified_graph import constant, without_idle
+
+Operator: Any = type(torch.ops.aten.add.Tensor)
+
+
+class _Called(BaseException):
+    """Ends a `training_step` that is traced where it calls the model. `except Exception` does not catch it."""
+
+    def __init__(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> None:
+        super().__init__()
+        self.inputs, self.named = inputs, named
+
+
+class _Logged(NamedTuple):
+    """A call of `self.log`."""
+
+    name: str
+    value: Any  # None: a tensor, which the tail returns
+    args: tuple[Any, ...]
+    options: dict[str, Any]
+
+
+class _Trace:
+    """Runs `training_step` of `module` as functions of tensors. target: the module that it calls to go forward."""
+
+    def __init__(self, module: LightningModule, target: nn.Module, given: Given, output: Any) -> None:
+        self.module, self.target, self.given = module, target, given
+        self.tensors, self.batch = opened(given.batch)
+        self.outputs, self.output = opened(output)
+        self.moving = [n for n, t in enumerate(self.outputs) if t.is_floating_point() or t.is_complex()]
+        self.called: Form  # of the arguments of the model
+        self.logged: list[_Logged] = []
+        self._values: list[Tensor] = []
+
+    def head(self, *tensors: Tensor) -> list[Tensor]:
+        def leave(*inputs: Any, **named: Any) -> Any:
+            raise _Called(inputs, named)
+
+        try:
+            self._run(tensors, leave)
+        except _Called as call:
+            found, self.called = opened((call.inputs, call.named))
+            return found
+        raise NotPlain("does not call the model")
+
+    def tail(self, *given: Tensor) -> list[Tensor | None]:
+        count, calls = len(self.outputs), list[Any]()
+        answers = [t.detach() for t in given[:count]]
+        moving = [answers[n].requires_grad_() for n in self.moving]
+
+        def answer(*inputs: Any, **named: Any) -> Any:
+            if calls or self.logged:
+                raise NotPlain("calls the model twice, or logs before it calls the model")
+            calls.append(inputs)
+            return self.output.fill(answers)
+
+        self.logged, self._values = [], []
+        loss = step_checks.loss_of(self._run(given[count:], answer))
+        if type(loss) is not Tensor or loss.dim():
+            raise NotPlain("returns no plain tensor of one number")
+        gradients = torch.autograd.grad(loss, moving, allow_unused=True)
+        return [loss.detach(), *gradients, *(value.detach() for value in self._values)]
+
+    def _run(self, tensors: Sequence[Tensor], forward: Callable[..., Any]) -> Any:
+        """Run `training_step` on a slice with these tensors; the model does `forward`."""
+
+        def heard(*inputs: Any, **named: Any) -> Any:
+            if not torch.is_grad_enabled():
+                raise NotPlain("calls the model without gradients")
+            return forward(*inputs, **named)
+
+        own = vars(self.module).get("log")
+        with ExitStack() as stack:
+            self.module.log = self._log  # type: ignore[method-assign]
+            stack.callback(_put_back, self.module, own)
+            stack.enter_context(call_instead(self.target, heard))
+            return self.given._replace(batch=self.batch.fill(tensors)).run()
+
+    def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
+        if any(type(v) not in SINGLE or isinstance(v, Tensor) for v in (*args, *options.values())):
+            raise NotPlain("calls self.log with tensors in its options")
+        tensor = isinstance(value, Tensor)
+        if not tensor and type(value) not in (int, float, bool):
+            raise NotPlain(f"logs a {type(value).__name__}")
+        self.logged.append(_Logged(name, None if tensor else value, args, options))
+        self._values += [value] if tensor else []
+
+
+class StepGraphs:
+    """The graphs of a `training_step`, made from the call `given` on a slice. target: the module that it calls to go
+    forward; output: what that returns; modes: those of torch around the call.
+
+    Raises `NotPlain` where they cannot be made.
+    """
+
+    def __init__(
+        self, found: TrainedModule, module: LightningModule, target: nn.Module, given: Given, output: Any,
+        modes: TorchModes,
+    ) -> None:  # fmt: skip
+        trace = _Trace(module, target, given, output)
+        devices = {t.device for t in (*trace.tensors, *trace.outputs)}
+        with modes.applied(), torch.enable_grad(), accelerators.forked(devices):
+            self._heads = _graph(trace.head, trace.tensors)
+            self._tails = _graph(trace.tail, [*(t.detach() for t in trace.outputs), *trace.tensors])
+        self._found, self._moving, self._logged, self._called = found, trace.moving, trace.logged, trace.called
+        self._outputs = [(t.shape, t.dtype) for t in trace.outputs]
+
+    def head(self, tensors: Sequence[Tensor]) -> Any:
+        """Return the input of the pipeline for a slice with these tensors."""
+        inputs, named = self._called.fill(self._heads(*tensors))
+        return self._found.given(inputs, named)
+
+    def fits(self, output: Any) -> bool:
+        """Whether the tail is made for an output of the model like this."""
+        return [(t.shape, t.dtype) for t in tensors_of(output)] == self._outputs
+
+    def tail(self, output: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, Any, list[Any]]:
+        """Return the loss, the gradient of the output as `step_checks.gradients` gives it, and the logged values."""
+        outputs = tensors_of(output)
+        uncast = accelerators.under(()) if casts_anywhere() else nullcontext()  # the graph has the casts in it
+        with torch.no_grad(), uncast:
+            loss, *found = self._tails(*outputs, *tensors)
+        moved, values = found[: len(self._moving)], iter(found[len(self._moving) :])
+        gradients: list[Any] = [None] * len(outputs)
+        for n, gradient in zip(self._moving, moved, strict=True):
+            gradients[n] = gradient
+        said = [next(values) if call.value is None else call.value for call in self._logged]
+        return loss, gradients[0] if len(gradients) == 1 else tuple(gradients), said
+
+    def say(self, log: micro_batches.Log, values: Sequence[Any]) -> None:
+        """Log these values."""
+        for call, value in zip(self._logged, values, strict=True):
+            log.hear(call.name, value, *call.args, **call.options)
+
+
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors of a structure, in order."""
+    return [value] if type(value) is Tensor else opened(value)[0]
+
+
+def _put_back(module: LightningModule, log: Any) -> None:
+    vars(module).pop("log", None)
+    if log is not None:
+        module.log = log  # type: ignore[method-assign]
+
+
+def _graph(function: Callable[..., Any], given: Sequence[Tensor]) -> Graph:
+    """Return a function of tensors as a graph. Raises `NotPlain` where it draws, or writes to what it is given."""
+    from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
+
+    graph = make_fx(function)(*given)
+    for node in graph.graph.nodes:
+        if node.op != "call_function":
+            continue
+        if not isinstance(node.target, Operator):
+            if getattr(node.target, "__module__", "") != "_operator":
+                raise NotPlain(f"calls {node.target}")
+            continue
+        if torch.Tag.nondeterministic_seeded in node.target.tags:
+            raise NotPlain("draws random numbers")
+        if node.target._schema.is_mutable and not all(map(_fresh, _written(node))):
+            raise NotPlain("writes to a tensor in place")
+    return direct(constant(without_idle(graph)).forward)
+
+
+def _written(node: Any) -> list[Any]:
+    """What an operator writes to."""
+    arguments = node.target._schema.arguments
+    given = [*node.args, *(node.kwargs.get(of.name) for of in arguments[len(node.args) :])]
+    return [
+        arg for arg, of in zip(given, arguments, strict=True) if of.alias_info is not None and of.alias_info.is_write
+    ]
+
+
+def _fresh(node: Any) -> bool:
+    """Whether a tensor has memory of its own, which no other operator has given it."""
+    if not isinstance(node, fx.Node) or not isinstance(node.target, Operator):
+        return False
+    if node.target._schema.is_mutable and node.args:
+        return _fresh(node.args[0])
+    return all(of.alias_info is None for of in node.target._schema.returns)

@@ -1,0 +1,256 @@
+"""Law: a training_step of plain code, which graphs stand for, trains and logs the same to the bit as one that runs."""
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from pipeback.lightning import captured_step
+from tests.helpers.choice import mostly_rare, rare
+from tests.laws.as_one import S, same
+from tests.laws.cases import STEADY, allowed
+from tests.lightning import ranks
+from tests.lightning.cases import DataLoader, TensorDataset, dataset
+from tests.lightning.plain_steps import BATCHES, SAMPLES, Plain, alike, data, fitted, seen
+
+FACTOR = 0.25
+
+
+class Shared(Plain):
+    """A step that several hooks share, with helpers, numbers, and what is counted."""
+
+    def training_step(self, batch, batch_idx):
+        return self._step(batch, batch_idx, stage="train")
+
+    def _step(self, batch, batch_idx, stage):
+        x, y = batch
+        x = x * 2.0 - FACTOR
+        if self.training and self.hparams.share is not None:
+            y = self.hparams.share * y
+        output = self.model(x)
+        loss = weighted(output, y, self.each) + 0.1 * output.square().mean()
+        with torch.no_grad():
+            error = (output - y).abs()
+        self.log_dict({f"{stage}/loss": loss, f"{stage}/error": error.mean()}, on_epoch=True, on_step=True)
+        for n in range(2):
+            self.log(f"{stage}/{n}", error[:, n].max() if n else 3.0)
+        return {"loss": loss, "output": output.detach()}
+
+
+class Own(Plain):
+    """Calls itself, and a loss of its own."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.criterion = Focused(2.0)
+
+    def forward(self, x):
+        return self.model(x) * 0.5
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        loss = self.criterion(self(x), y)
+        self.log("train/loss", loss)
+        return loss
+
+
+class Layers(Own):
+    """Its layers are its own, so that what training_step calls is followed."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.first, self.rest = self.model[0], self.model[1:]
+        del self.model
+
+    def forward(self, x):
+        return self.rest(self.first(x))
+
+
+class Focused(nn.Module):
+    def __init__(self, power):
+        super().__init__()
+        self.power = power
+
+    def forward(self, output, y):
+        return ((output - y).abs() ** self.power).mean()
+
+
+def weighted(output, y, each, power=2):
+    return (each * (output - y) ** power).sum(-1).mean()
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
+    seen.clear()
+
+
+@pytest.mark.parametrize("kind", [Plain, Shared, Own, Layers])
+@pytest.mark.parametrize("case", mostly_rare(STEADY, "pb", "gpipe-4", "pipedream"))
+def test_every_method(monkeypatch, kind, case):
+    optimizer = next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
+    alike(monkeypatch, lambda: kind(optimizer=optimizer), case)
+
+
+@pytest.mark.parametrize("kind", [Plain, rare(Shared), rare(Layers)])
+@pytest.mark.parametrize(
+    "where", [{"workers": 2}, rare({"workers": 3}), {"store": "host"}, rare({"store": "host", "workers": 2})], ids=str
+)
+def test_threads_and_stores(monkeypatch, kind, where):
+    for place in ("distributed.held_stages", "pipeline.stacking"):  # not by time, which differs from run to run
+        monkeypatch.setattr(f"pipeback.{place}.balance", lambda seconds, workers: [s * workers // S for s in range(S)])
+    alike(monkeypatch, kind, where=where)
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", rare("bf16-true")])
+def test_other_precisions(monkeypatch, precision):
+    class Low(Shared):
+        def __init__(self):
+            super().__init__()
+            self.float()
+
+    loader = DataLoader(TensorDataset(*(t.float() for t in dataset(BATCHES, SAMPLES).tensors)), batch_size=SAMPLES)
+    alike(monkeypatch, Low, precision=precision, loader=loader)
+
+
+def test_slices_of_several_samples_and_a_last_one_of_fewer(monkeypatch):
+    alike(monkeypatch, Shared, size=2)
+    alike(monkeypatch, Plain, loader=DataLoader(data(7).dataset, batch_size=9), size=2)
+
+
+def test_accumulated_and_clipped(monkeypatch):
+    alike(monkeypatch, Plain, "gpipe", accumulate_grad_batches=2, gradient_clip_val=0.01)
+
+
+class Images(Plain):
+    """Classes with a weight each, as networks for images have them."""
+
+    def __init__(self):
+        super().__init__()
+        self.criterion = nn.CrossEntropyLoss(self.each, label_smoothing=0.1)
+
+    def training_step(self, batch, batch_idx):
+        output = self.model(batch["x"])
+        right = (output.argmax(-1) == batch["y"]).float().mean()
+        self.log("train/right", right)
+        return self.criterion(output, batch["y"])
+
+
+def classes(wrong=None):
+    x = dataset(BATCHES, SAMPLES).tensors[0].double()
+    y = torch.arange(len(x)) % 6
+    if wrong is not None:
+        y[wrong] = 17
+    both = [{"x": a, "y": b} for a, b in zip(x, y, strict=True)]
+    return DataLoader(both, batch_size=SAMPLES)
+
+
+def test_classes(monkeypatch):
+    alike(monkeypatch, Images, loader=classes())
+
+
+def test_an_error_in_the_loss_of_a_slice_is_raised_by_the_users_line():
+    with pytest.raises(IndexError, match="Target 17 is out of bounds") as raised:
+        fitted(Images, loader=classes(wrong=4 * SAMPLES + 3))
+    assert any(entry.name == "training_step" and "test_captured" in str(entry.path) for entry in raised.traceback)
+
+
+class Twice(Plain):
+    """What is read changes: once between batches, in place, to another module, and by another hook at every epoch."""
+
+    def __init__(self, change):
+        super().__init__()
+        self.change = change
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 4:
+            self.change(self)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        output = self.model(x)
+        loss = self.criterion(output * self.each, y) * self.hparams.share
+        self.log("train/loss", loss)
+        return loss
+
+
+def halve(module):
+    module.hparams.share = 0.25
+
+
+def write(module):
+    module.each[0] = 5.0
+
+
+def replace(module):
+    module.each = module.each * 2
+
+
+def other(module):
+    module.criterion = nn.L1Loss()
+
+
+def summed(module):
+    module.criterion.reduction = "sum"
+
+
+def noted(module):
+    module.criterion = Noting()
+
+
+def listened(module):
+    module.criterion.register_forward_hook(lambda *_: seen.append(1))
+
+
+class Noting(nn.MSELoss):
+    def forward(self, output, y):
+        seen.append(1)
+        return super().forward(output, y)
+
+
+@pytest.mark.parametrize("change", [halve, write, replace, other, summed])
+def test_what_is_read_may_change_between_batches(monkeypatch, change):
+    alike(monkeypatch, lambda: Twice(change), loader=data(9))
+
+
+@pytest.mark.parametrize(("change", "told"), [(noted, "calls `seen.append`"), (listened, "hooks")])
+def test_what_is_called_may_change_between_batches(monkeypatch, change, told):
+    for run in alike(monkeypatch, lambda: Twice(change), told=told, loader=data(9)):
+        assert run is not None
+    assert len(seen) == 2 * 5 * SAMPLES
+
+
+class Numbered(Plain):
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        return F.mse_loss(self.model(x), y) / (batch_idx + 1)
+
+
+def test_what_differs_at_every_batch_is_not_captured(monkeypatch):
+    def of_time(module):
+        module.hparams.share = float(module.trainer.global_step)
+
+    alike(monkeypatch, Numbered, told="differs from batch to batch")
+    module = lambda: Twice(of_time)  # noqa: E731
+    monkeypatch.setattr(Twice, "on_train_batch_start", lambda self, batch, batch_idx: self.change(self))
+    alike(monkeypatch, module, told="differs from batch to batch")
+
+
+def on_devices(graphs, **options):
+    """What a rank has of a fit: its weights, what is logged, and what stood for training_step."""
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(captured_step, "FEW", captured_step.FEW if graphs else 1000)
+        run, module = ranks.fit(module=Shared, data=data, max_epochs=1, **options)
+    found = [p.detach().clone() for p in module.parameters()]
+    return found, dict(run.callback_metrics), run.strategy.vectorized.get("training_step")
+
+
+@pytest.mark.parametrize("method", ["pb", rare("gpipe"), rare("cerebras")])
+def test_several_devices(method, crew):
+    """The device with the last stage computes the losses."""
+    options = {"method": method, "given": {"micro_batch_size": 1, "vectorize": True}}
+    wanted, logged, _ = on_devices(False, devices=1, **options)
+    first, last = crew.ranks(2).run(on_devices, True, devices=2, **options)
+    assert first[2] is None and last[2] == "a graph stands for it"
+    for found, values, _ in (first, last):
+        same(found, wanted)
+        assert values == pytest.approx(logged, rel=1e-9)

@@ -1,0 +1,205 @@
+"""Code that does more than compute runs at every slice, whatever stands for other code."""
+
+import re
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from tests.lightning.cases import DataLoader
+from tests.lightning.plain_steps import BATCHES, SAMPLES, Plain, alike, data, fitted, seen, step_of
+
+
+@pytest.fixture(autouse=True)
+def nothing_seen():
+    seen.clear()
+
+
+def appends(self, x, y):
+    loss = F.mse_loss(self.model(x), y)
+    seen.append(loss.item())
+    return loss
+
+
+def counts(self, x, y):
+    self.count = getattr(self, "count", 0) + 1
+    return F.mse_loss(self.model(x), y) * self.count
+
+
+def prints(self, x, y):
+    loss = F.mse_loss(self.model(x), y)
+    print("loss")
+    return loss
+
+
+def branches(self, x, y):
+    loss = F.mse_loss(self.model(x), y)
+    return loss if loss < 0.5 else 0.5 * loss
+
+
+def looks_into(self, x, y):
+    loss = F.mse_loss(self.model(x), y)
+    return loss * y.tolist()[0][0]
+
+
+def writes(self, x, y):
+    y += 1
+    return F.mse_loss(self.model(x), y)
+
+
+def sets_part(self, x, y):
+    y[y > 1] = 0
+    return F.mse_loss(self.model(x), y)
+
+
+def draws(self, x, y):
+    return F.mse_loss(F.dropout(self.model(x)), y)
+
+
+def draws_before(self, x, y):
+    return F.mse_loss(self.model(x + torch.randn_like(x)), y)
+
+
+def averages(self, x, y):
+    loss = F.mse_loss(self.model(x), y)
+    self.each.mul_(0.9)
+    return loss * self.each.mean()
+
+
+def hands_on(self, x, y):
+    return outside(self, x, y)
+
+
+def outside(module, x, y):
+    module.total = 1
+    return F.mse_loss(module.model(x), y)
+
+
+def logs_before(self, x, y):
+    self.log("train/x", x.mean())
+    return F.mse_loss(self.model(x), y)
+
+
+def reads_property(self, x, y):
+    return F.mse_loss(self.model(x), y) * self.growing
+
+
+def tries(self, x, y):
+    try:
+        return F.mse_loss(self.model(x), y)
+    finally:
+        seen.append(1)
+
+
+def nested(self, x, y):
+    def loss(output):
+        seen.append(1)
+        return F.mse_loss(output, y)
+
+    return loss(self.model(x))
+
+
+def hooks(self, x, y):
+    output = self.model(x)
+    output.register_hook(lambda g: 2 * g)
+    return F.mse_loss(output, y)
+
+
+def differentiates(self, x, y):
+    output = self.model(x)
+    F.mse_loss(output, y).backward(retain_graph=True)
+    return F.mse_loss(output, y)
+
+
+def seeds(self, x, y):
+    torch.manual_seed(1)
+    return F.mse_loss(self.model(x), y)
+
+
+def iterates(self, x, y):
+    loss = F.mse_loss(self.model(x), y)
+    return loss * next(self.stream)
+
+
+def hooked(self, x, y):
+    return F.mse_loss(self.listened(x), y)
+
+
+MORE = {
+    appends: "calls `seen.append`",
+    counts: "sets `self.count`",
+    prints: "calls `print`",
+    branches: "cannot be written as a graph",
+    looks_into: "calls `y.tolist`",
+    writes: "writes to a tensor in place",
+    sets_part: "sets `y[y > 1]`",
+    draws: "draws random numbers",
+    draws_before: "draws random numbers",
+    averages: "calls `self.each.mul_`",
+    hands_on: "hands on self itself",
+    logs_before: "logs before it calls the model",
+    reads_property: "reads growing, a property",
+    tries: "has a statement that may do more than compute",
+    nested: "has a statement that may do more than compute",
+    hooks: "has an expression that may do more than compute: `lambda g: 2 * g`",
+    differentiates: ".backward`",
+    seeds: "calls `torch.manual_seed`",
+    iterates: "reads `self.stream`",
+}
+
+
+@pytest.mark.parametrize("does", MORE, ids=lambda does: does.__name__)
+def test_other_code_runs_at_every_slice(monkeypatch, does):
+    """Whatever it does beside computing is done as often, and in the order of the slices."""
+
+    class More(Plain):
+        growing = property(lambda self: seen.append(1) or len(seen) / 100)
+        compute = does
+
+        def __init__(self):
+            super().__init__()
+            self.stream = iter(range(1, 1000))
+            seen.clear()
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            loss = self.compute(x, y)
+            self.log("train/loss", loss)
+            return loss
+
+    before = len(seen)
+    _, how = fitted(More)
+    assert re.fullmatch(r"runs at every slice: it .*", step_of(how)) and MORE[does] in step_of(how)
+    first, count = list(seen[before:]), len(seen)
+    alike(monkeypatch, More, told=MORE[does])
+    assert len(seen) == count and (not first or seen[-1] == first[-1])
+
+
+def test_hooks_of_the_model_run_at_every_slice(monkeypatch):
+    class Heard(Plain):
+        def __init__(self):
+            super().__init__()
+            self.model.register_forward_hook(lambda *_: seen.append(1))
+
+    alike(monkeypatch, Heard, told="hooks")
+    assert len(seen) == 2 * BATCHES * SAMPLES
+
+
+def test_batches_with_more_in_them_than_tensors(monkeypatch):
+    class Named(Plain):
+        def training_step(self, batch, batch_idx):
+            loss = F.mse_loss(self.model(batch["x"]), batch["y"])
+            return loss * batch["factor"]
+
+    def collate(some):
+        x, y = torch.utils.data.default_collate(some)
+        return {"x": x, "y": y, "factor": 2.0}
+
+    loader = DataLoader(data().dataset, SAMPLES, collate_fn=collate)
+    alike(monkeypatch, Named, told="more in them than plain tensors", loader=loader)
+
+
+def test_who_watches_sees_every_slice():
+    """Anomaly detection, and modes for operators."""
+    _, how = fitted(Plain, detect_anomaly=True)
+    assert "training_step" not in how.vectorized
