@@ -27,9 +27,10 @@ from pipeback.tensors.structures import opened, parts
 
 Slice = tuple[Any, int]  # and its samples
 FEW = 4  # slices of a batch for which nothing is gained
-SEVERAL = 2  # batches after each other that read something else than the one before
-RARELY = 100  # batches for which graphs are to last on the average, since it takes as long as some batches to make them
+SEVERAL = 4  # forms of batches, as of texts in several lengths, for which graphs are kept
+RARELY = 100  # batches for which further graphs are to last, since it takes as long as some batches to make them
 _NOBODY = nn.Module()
+_DIFFERS = "reads what differs from batch to batch, or gets batches whose forms do"
 
 
 class CapturedStep:
@@ -40,17 +41,18 @@ class CapturedStep:
         self.why: str | None = None  # why it is not captured; goes on after "it"
         self.learns = False  # whether slices of this batch are to be shown
         self._code: PlainCode | None = None
-        self._last: Any = None  # what the batch before read, and its form
-        self._made: tuple[Any, StepGraphs] | None = None  # for which of these
+        self._seen: list[Any] = []  # what the last batches read, and their forms
+        self._made: list[tuple[Any, StepGraphs]] = []  # for which of these
+        self._making: StepGraphs | None = None
         self._batches = self._times = self._differs = 0  # how often it was asked, learned, and nothing was as before
 
     @property
     def told(self) -> dict[str, str]:
         """What stands for `training_step`, and why nothing does; nothing is said before that is known."""
-        why = self.why or ("reads what differs from batch to batch" if self._differs > SEVERAL else None)
+        why = self.why or (_DIFFERS if self._differs > SEVERAL and not self._made else None)
         if why is not None:
             return {"training_step": f"runs at every slice: it {why}"}
-        return {} if self._made is None else {"training_step": "a graph stands for it"}
+        return {"training_step": "a graph stands for it"} if self._made else {}
 
     def ready(self, cut: Sequence[Slice], given: Given) -> StepGraphs | None:
         """Return the graphs that stand for `training_step` in this batch; None: it runs itself. given: its call."""
@@ -62,13 +64,16 @@ class CapturedStep:
         except NotPlain as error:
             self.why = str(error)
             return None
-        if self._made is not None and self._made[0] == now:
-            return self._made[1]
+        for known, graphs in self._made:
+            if known == now:
+                return graphs
         self._batches += 1
-        self.learns = now is not None and now == self._last and self._times <= 2 + self._batches // RARELY
+        before = now is not None and now in self._seen
+        self.learns = before and self._times < SEVERAL + self._batches // RARELY
         self._times += self.learns
-        self._differs = 0 if now == self._last else self._differs + 1
-        self._last = now
+        self._differs = 0 if before else self._differs + 1
+        self._seen = [*self._seen, now][-SEVERAL:]
+        self._making = None
         return None
 
     def learn(
@@ -80,10 +85,11 @@ class CapturedStep:
         """
         tensors = parts(given.batch)
         try:
-            if self._made is None or self._made[0] != self._last:
+            graphs = self._making
+            if graphs is None:
                 self._code = PlainCode(self.module, "training_step", self._model)  # what it calls may be other code now
-                self._made = self._last, StepGraphs(self.found, self.module, self._model, given, output, modes)
-            graphs = self._made[1]
+                graphs = StepGraphs(self.found, self.module, self._model, given, output, modes)
+                self._making, self._made = graphs, [*self._made, (self._seen[-1], graphs)][-SEVERAL:]
             found = graphs.tail(output, tensors)
             pairs = [*zip(tensors_of(question), tensors_of(graphs.head(tensors)), strict=True)]
             pairs += zip((loss, *said), (found[0], *found[2]), strict=True)
@@ -96,7 +102,7 @@ class CapturedStep:
         except Exception as error:  # the user's code or torch may raise any error: it runs as it is
             self.why = f"cannot be written as a graph: {str(error).strip().partition(chr(10))[0]}"
         if self.why is not None:
-            self.learns, self._made = False, None
+            self.learns, self._made = False, []
 
     @property
     def _model(self) -> nn.Module:

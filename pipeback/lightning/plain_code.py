@@ -14,11 +14,13 @@ from __future__ import annotations
 
 import ast
 import builtins
+import dis
 import inspect
 import operator
 import textwrap
 import types
 from collections.abc import Callable
+from inspect import signature
 from typing import Any
 
 import torch
@@ -55,6 +57,7 @@ CONTAINERS = {"items", "keys", "values", "get", "format", "join", "removeprefix"
 NUMBERS_OUT = {"tolist", "numpy", "data_ptr", "storage", "untyped_storage", "dlpack"}  # unseen by who traces operators
 LASTING = {"backward", "register_hook", "retain_grad", "share_memory_", "register_post_accumulate_grad_hook"}
 METHODS = {name for name in dir(Tensor) if name[-1] != "_"} - NUMBERS_OUT - LASTING | CONTAINERS
+_AROUND = {"PUSH_NULL", "RESUME", "COPY_FREE_VARS", "PRECALL", "NOP"}
 CONTEXTS = (torch.no_grad, torch.enable_grad, torch.autocast)
 _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.Eq: operator.eq, ast.NotEq: operator.ne,
@@ -100,7 +103,8 @@ class PlainCode:
         self._seen.add(known)
         self._alive.append(bound)
         tree = _parsed(function)
-        if tree.args.vararg or tree.args.kwarg or not all(map(plain, function.__defaults__ or ())):
+        defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
+        if tree.args.vararg or tree.args.kwarg or not all(map(plain, defaults)):
             raise NotPlain(f"calls {function.__qualname__}, whose arguments are not all plain")
         _Body(self, function, tree, bound, passed).look()
 
@@ -186,8 +190,9 @@ class _Body(ast.NodeVisitor):
             found = self.resolved(call.func) if isinstance(call, ast.Call) else None
             if found is None or found[0] not in CONTEXTS or not isinstance(call, ast.Call):
                 raise NotPlain(f"enters the context {_shown(call)}")
-            for part in (*call.args, *(k.value for k in call.keywords)):
-                self.visit(part)
+            for part in (*call.args, *(k.value for k in call.keywords), item.optional_vars):
+                if part is not None:
+                    self.visit(part)
         for statement in node.body:
             self.visit(statement)
 
@@ -213,26 +218,24 @@ class _Body(ast.NodeVisitor):
 
     def visit_Call(self, node: ast.Call) -> None:
         found = self.resolved(node.func)
-        handed = self.arguments(node) if found is not None and of_user(found[0]) else {}
+        handed = self.handed(node, found[0]) if found is not None and of_user(found[0]) else {}
         for part in (*node.args, *(keyword.value for keyword in node.keywords)):
-            if not (isinstance(part, ast.Name) and part.id in handed):
+            if part not in handed:
                 self.visit(part)
         if found is not None and not isinstance(getattr(found[0], "__self__", None), Tensor):
-            self.callee(*found, node.func, {to: self.passed[name] for name, to in handed.items()})
+            self.callee(*found, node.func, {to: self.passed[part.id] for part, to in handed.items()})
         elif isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
             self.visit(node.func.value)
         else:
             raise NotPlain(f"calls {_shown(node.func)}")
 
-    def arguments(self, call: ast.Call) -> dict[str, str]:
-        """Which names of arguments that are passed on become which of the called function."""
-        found: Any = self.resolved(call.func)
-        function = getattr(found[0], "__func__", found[0])
-        names = [*inspect.signature(found[0]).parameters] if isinstance(function, types.FunctionType) else []
-        by_place = [(part, name) for part, name in zip(call.args, names, strict=False)]
-        by_name = [(keyword.value, keyword.arg) for keyword in call.keywords]
-        handed = [(part.id, to) for part, to in (*by_place, *by_name) if isinstance(part, ast.Name) and to is not None]
-        return {name: to for name, to in handed if name in self.passed}
+    def handed(self, call: ast.Call, function: Any) -> dict[ast.Name, str]:
+        """Which arguments of the first function are handed on to a function of the user's, and as which of its own."""
+        names = [] if any(isinstance(part, ast.Starred) for part in call.args) else [*signature(function).parameters]
+        pairs = [*zip(call.args, names, strict=False), *((k.value, k.arg) for k in call.keywords)]
+        return {
+            part: to for part, to in pairs if isinstance(part, ast.Name) and part.id in self.passed and to is not None
+        }
 
     def callee(self, found: Any, owner: Any, node: ast.expr, passed: dict[str, int]) -> None:
         """Look at what is called. owner: the object that it was got from."""
@@ -288,15 +291,34 @@ class _Body(ast.NodeVisitor):
 
 
 def _parsed(function: Any) -> ast.FunctionDef:
+    name = function.__qualname__
     try:
         source = textwrap.dedent(inspect.getsource(function))
         (tree,) = ast.parse(source).body
     except (OSError, TypeError, SyntaxError, ValueError) as error:
-        raise NotPlain(f"calls {function.__qualname__}, whose source is not at hand") from error
+        raise NotPlain(f"calls {name}, whose source is not at hand") from error
     decorators = [ast.unparse(each) for each in getattr(tree, "decorator_list", [])]
     if not isinstance(tree, ast.FunctionDef) or {*decorators} - {"staticmethod"} or hasattr(function, "__wrapped__"):
-        raise NotPlain(f"calls {function.__qualname__}, which is not a plain function")
+        raise NotPlain(f"calls {name}, which is not a plain function")
+    if not _made_of(function.__code__, tree):
+        raise NotPlain(f"calls {name}, whose source is another one by now")
     return tree
+
+
+def _made_of(code: types.CodeType, tree: ast.FunctionDef) -> bool:
+    """Whether a function was made of this source, which may have been edited since."""
+    module = compile(ast.Module([tree], []), code.co_filename, "exec")
+    found = next(c for c in module.co_consts if isinstance(c, types.CodeType) and c.co_name == code.co_name)
+    return _does(code) == _does(found)
+
+
+def _does(code: types.CodeType) -> list[str]:
+    """What a function does, but for how it gets at what lies around it, which is not in its own source."""
+    some = [
+        i for i in dis.get_instructions(code) if i.opname not in _AROUND and not isinstance(i.argval, types.CodeType)
+    ]
+    shown = [i.argrepr.rpartition(" + ")[2] for i in some]
+    return [i.opname if not text or text.startswith("to ") else text for i, text in zip(some, shown, strict=True)]
 
 
 def _root(node: ast.expr) -> ast.Name | None:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from pipeback.lightning import micro_batches, step_checks
 from pipeback.lightning.call_override import call_instead
@@ -20,13 +20,11 @@ from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
 from pipeback.lightning.plain_values import NotPlain
 from pipeback.lightning.suspended_step import TorchModes
-from pipeback.private import casts_anywhere
+from pipeback.private import TorchDispatchMode, casts_anywhere, identity
 from pipeback.tensors import accelerators
-from pipeback.tensors.structures import SINGLE, Form, opened
+from pipeback.tensors.structures import SINGLE, Form, opened, parts
 from pipeback.vectorized.tracing.graphs import Graph, direct
 from pipeback.vectorized.tracing.simplified_graph import constant, without_idle
-
-Operator: Any = type(torch.ops.aten.add.Tensor)
 
 
 class _Called(BaseException):
@@ -124,8 +122,7 @@ class StepGraphs:
         modes: TorchModes,
     ) -> None:  # fmt: skip
         trace = _Trace(module, target, given, output)
-        devices = {t.device for t in (*trace.tensors, *trace.outputs)}
-        with modes.applied(), torch.enable_grad(), accelerators.forked(devices):
+        with modes.applied(), torch.enable_grad():
             self._heads = _graph(trace.head, trace.tensors)
             self._tails = _graph(trace.tail, [*(t.detach() for t in trace.outputs), *trace.tensors])
         self._found, self._moving, self._logged, self._called = found, trace.moving, trace.logged, trace.called
@@ -174,34 +171,32 @@ def _graph(function: Callable[..., Any], given: Sequence[Tensor]) -> Graph:
     """Return a function of tensors as a graph. Raises `NotPlain` where it draws, or writes to what it is given."""
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
-    graph = make_fx(function)(*given)
-    for node in graph.graph.nodes:
-        if node.op != "call_function":
-            continue
-        if not isinstance(node.target, Operator):
-            if getattr(node.target, "__module__", "") != "_operator":
-                raise NotPlain(f"calls {node.target}")
-            continue
-        if torch.Tag.nondeterministic_seeded in node.target.tags:
-            raise NotPlain("draws random numbers")
-        if node.target._schema.is_mutable and not all(map(_fresh, _written(node))):
-            raise NotPlain("writes to a tensor in place")
+    def watched(*tensors: Tensor) -> Any:
+        with _PlainOperators():
+            return function(*tensors)
+
+    graph = make_fx(watched)(*given)
     return direct(constant(without_idle(graph)).forward)
 
 
-def _written(node: Any) -> list[Any]:
-    """What an operator writes to."""
-    arguments = node.target._schema.arguments
-    given = [*node.args, *(node.kwargs.get(of.name) for of in arguments[len(node.args) :])]
-    return [
-        arg for arg, of in zip(given, arguments, strict=True) if of.alias_info is not None and of.alias_info.is_write
-    ]
+class _PlainOperators(TorchDispatchMode):
+    """Raises `NotPlain` before an operator draws, or writes to a tensor that no operator has made meanwhile."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._made: dict[int, Tensor] = {}  # what has memory of its own, by that
 
-def _fresh(node: Any) -> bool:
-    """Whether a tensor has memory of its own, which no other operator has given it."""
-    if not isinstance(node, fx.Node) or not isinstance(node.target, Operator):
-        return False
-    if node.target._schema.is_mutable and node.args:
-        return _fresh(node.args[0])
-    return all(of.alias_info is None for of in node.target._schema.returns)
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            raise NotPlain("draws random numbers")
+        arguments = func._schema.arguments
+        given = {**dict(zip((of.name for of in arguments), args, strict=False)), **kwargs}
+        written = [given.get(of.name) for of in arguments if of.alias_info is not None and of.alias_info.is_write]
+        written += [] if "batch_norm" not in func.name() else [given.get("running_mean")]  # which no schema tells
+        if any(identity(t) not in self._made for t in parts(written) if isinstance(t, Tensor)):
+            raise NotPlain("writes to a tensor in place")
+        found = func(*args, **kwargs)
+        old = {identity(t) for t in parts((args, kwargs)) if isinstance(t, Tensor)}
+        self._made |= {identity(t): t for t in parts(found) if isinstance(t, Tensor) and identity(t) not in old}
+        return found

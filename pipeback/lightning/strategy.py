@@ -164,7 +164,7 @@ class PipelineStrategy(Place):
 
     @property
     def vectorized(self) -> dict[str, str]:
-        """With vectorize=: which stages run as one, and why others do not; known from the first batch on."""
+        """With vectorize=: which stages run as one, and why others do not; what stands for `training_step`."""
         return {} if self._fit is None else self._fit.vectorized
 
     @property

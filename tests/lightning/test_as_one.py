@@ -171,18 +171,6 @@ def test_what_is_drawn():
     alike("pb", kind=lambda: Drawing(build))
 
 
-def test_hooks_of_the_model():
-    """Its call in training_step runs them, for every slice, and with what they return."""
-
-    def hooked():
-        found = model()
-        found.register_forward_pre_hook(lambda module, given: (0.5 * given[0],))
-        found.register_forward_hook(lambda module, given, output: 2 * output)
-        return found
-
-    alike("pb", kind=lambda: Seeing(hooked))
-
-
 class Called(nn.Module):
     """A network whose forward is its own."""
 

@@ -117,6 +117,21 @@ def test_slices_of_several_samples_and_a_last_one_of_fewer(monkeypatch):
     alike(monkeypatch, Plain, loader=DataLoader(data(7).dataset, batch_size=9), size=2)
 
 
+def test_batches_in_several_lengths(monkeypatch):
+    """As texts come that are padded to a few lengths."""
+
+    class Padded(Plain):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            loss = self.criterion(self.model(x), y).mean()
+            self.log("train/loss", loss)
+            return loss
+
+    batches = [tuple(t.double() for t in some) for some in DataLoader(dataset(9, SAMPLES), batch_size=SAMPLES)]
+    batches = [tuple(t[:, None].repeat(1, 1 + n % 2, 1) for t in some) for n, some in enumerate(batches)]
+    alike(monkeypatch, Padded, loader=DataLoader(batches, batch_size=None))
+
+
 def test_accumulated_and_clipped(monkeypatch):
     alike(monkeypatch, Plain, "gpipe", accumulate_grad_batches=2, gradient_clip_val=0.01)
 
@@ -229,10 +244,10 @@ def test_what_differs_at_every_batch_is_not_captured(monkeypatch):
     def of_time(module):
         module.hparams.share = float(module.trainer.global_step)
 
-    alike(monkeypatch, Numbered, told="differs from batch to batch")
+    alike(monkeypatch, Numbered, told="reads what differs from batch to batch")
     module = lambda: Twice(of_time)  # noqa: E731
     monkeypatch.setattr(Twice, "on_train_batch_start", lambda self, batch, batch_idx: self.change(self))
-    alike(monkeypatch, module, told="differs from batch to batch")
+    alike(monkeypatch, module, told="reads what differs from batch to batch")
 
 
 def on_devices(graphs, **options):

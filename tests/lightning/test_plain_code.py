@@ -84,6 +84,17 @@ def reads_property(self, x, y):
     return F.mse_loss(self.model(x), y) * self.growing
 
 
+def writes_to_what_stays(self, x, y):
+    each = self.each
+    each += 0.1
+    return F.mse_loss(self.model(x) * each, y)
+
+
+def normalizes(self, x, y):
+    both = self.model(x).repeat(2, 1)
+    return F.mse_loss(F.batch_norm(both, self.each, self.ones, training=True, momentum=0.5), y.repeat(2, 1))
+
+
 def tries(self, x, y):
     try:
         return F.mse_loss(self.model(x), y)
@@ -139,6 +150,8 @@ MORE = {
     hands_on: "hands on self itself",
     logs_before: "logs before it calls the model",
     reads_property: "reads growing, a property",
+    writes_to_what_stays: "reads what differs from batch to batch",
+    normalizes: "writes to a tensor in place",
     tries: "has a statement that may do more than compute",
     nested: "has a statement that may do more than compute",
     hooks: "has an expression that may do more than compute: `lambda g: 2 * g`",
@@ -159,6 +172,7 @@ def test_other_code_runs_at_every_slice(monkeypatch, does):
         def __init__(self):
             super().__init__()
             self.stream = iter(range(1, 1000))
+            self.register_buffer("ones", torch.ones(6, dtype=torch.float64))
             seen.clear()
 
         def training_step(self, batch, batch_idx):
@@ -173,6 +187,44 @@ def test_other_code_runs_at_every_slice(monkeypatch, does):
     first, count = list(seen[before:]), len(seen)
     alike(monkeypatch, More, told=MORE[does])
     assert len(seen) == count and (not first or seen[-1] == first[-1])
+
+
+def test_a_number_of_the_batch_that_is_handed_on_twice(monkeypatch):
+    def scaled(loss, first, second):
+        return loss / (1 + second)
+
+    class Handing(Plain):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return scaled(F.mse_loss(self.model(x), y), batch_idx, batch_idx)
+
+    alike(monkeypatch, Handing, told="reads what differs from batch to batch")
+
+
+def test_source_that_was_edited_since(monkeypatch, tmp_path):
+    """What runs is the code of before."""
+    file = tmp_path / "edited.py"
+    text = "def compute(output, y):\n    {}\n    return ((output - y) ** 2).mean()\n"
+    file.write_text(text.format("seen.append(1)"))
+    room = {"seen": seen}
+    exec(compile(file.read_text(), str(file), "exec"), room)
+    file.write_text(text.format("y = 1 * y    "))
+
+    class Edited(Plain):
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return room["compute"](self.model(x), y)
+
+    class Direct(Plain):
+        compute = staticmethod(room["compute"])
+
+        def training_step(self, batch, batch_idx):
+            x, y = batch
+            return self.compute(self.model(x), y)
+
+    alike(monkeypatch, Edited, told="""calls `room['compute']`""")
+    assert len(seen) == 2 * BATCHES * SAMPLES
+    alike(monkeypatch, Direct, told="calls compute, whose source is another one by now")
 
 
 def test_hooks_of_the_model_run_at_every_slice(monkeypatch):

@@ -13,7 +13,7 @@ from torch.nn.functional import mse_loss
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.laws.as_one import same
+from tests.laws.as_one import model, same
 from tests.lightning.test_as_one import Seeing, alike, fitted
 
 HOW = {"as one": {"vectorize": True}, "store": {"vectorize": False, "where": {"store": "host"}}}
@@ -150,3 +150,15 @@ def test_without_greenlet():
     code = "import sys; sys.modules['greenlet'] = None; import pipeback.lightning"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200, check=False)
     assert "pipeback.lightning needs greenlet: pip install 'pipeback[lightning]'" in done.stderr
+
+
+def test_hooks_of_the_model():
+    """Its call in training_step runs them, for every slice, and with what they return."""
+
+    def hooked():
+        found = model()
+        found.register_forward_pre_hook(lambda module, given: (0.5 * given[0],))
+        found.register_forward_hook(lambda module, given, output: 2 * output)
+        return found
+
+    alike("pb", kind=lambda: Seeing(hooked))
