@@ -30,6 +30,7 @@ FEW = 4  # slices of a batch for which nothing is gained
 SEVERAL = 4  # forms of batches, as of texts in several lengths, for which graphs are kept
 RARELY = 100  # batches for which further graphs are to last, since it takes as long as some batches to make them
 _NOBODY = nn.Module()
+_DEFAULT_DEVICE = "torch.utils._device"  # where its mode is made, which stays once there was one
 _DIFFERS = "reads what differs from batch to batch, or gets batches whose forms do"
 
 
@@ -135,8 +136,8 @@ class CapturedStep:
     @staticmethod
     def _watched() -> bool:
         """Whether somebody watches what Python does."""
-        watching = torch.is_anomaly_enabled() or dispatch_modes() or function_modes()
-        return bool(watching) or listened(_NOBODY) is not None
+        others = [mode for mode in function_modes() if type(mode).__module__ != _DEFAULT_DEVICE]
+        return bool(torch.is_anomaly_enabled() or dispatch_modes() or others) or listened(_NOBODY) is not None
 
 
 def _same(one: Any, other: Any) -> bool:
