@@ -65,6 +65,9 @@ class CapturedStep:
         except NotPlain as error:
             self.why = str(error)
             return None
+        except Exception as error:  # what is looked at is the user's, and may raise any error: it runs as it is
+            self.why = f"cannot be looked at: {type(error).__name__}: {error}"
+            return None
         for known, graphs in self._made:
             if known == now:
                 return graphs

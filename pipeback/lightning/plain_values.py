@@ -20,7 +20,7 @@ TORCH = {
     "torch._jit_internal", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft", "torch._tensor",
 }  # fmt: skip
 SETS = ("set_", "use_", "manual_", "seed", "save", "load", "compile", "print", "init", "fork", "wait", "get_rng")
-TRUSTED = {"torch", "lightning", "builtins", "collections"}  # packages whose properties only look
+TRUSTED = {"torch", "lightning", "omegaconf", "builtins", "collections"}  # packages whose properties only look
 FUNCTIONS = types.FunctionType, staticmethod, classmethod
 
 

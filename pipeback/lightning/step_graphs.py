@@ -21,6 +21,7 @@ from pipeback.lightning.followed_step import Given
 from pipeback.lightning.plain_values import NotPlain
 from pipeback.lightning.suspended_step import TorchModes
 from pipeback.private import TorchDispatchMode, casts_anywhere, identity
+from pipeback.stages.tracing_lock import TRACING
 from pipeback.tensors import accelerators
 from pipeback.tensors.structures import SINGLE, Form, opened, parts
 from pipeback.vectorized.tracing.graphs import Graph, direct
@@ -122,7 +123,7 @@ class StepGraphs:
         modes: TorchModes,
     ) -> None:  # fmt: skip
         trace = _Trace(module, target, given, output)
-        with modes.applied(), torch.enable_grad():
+        with TRACING, modes.applied(), torch.enable_grad():
             self._heads = _graph(trace.head, trace.tensors)
             self._tails = _graph(trace.tail, [*(t.detach() for t in trace.outputs), *trace.tensors])
         self._found, self._moving, self._logged, self._called = found, trace.moving, trace.logged, trace.called

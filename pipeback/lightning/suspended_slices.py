@@ -61,6 +61,7 @@ class SuspendedSlices:
         ends = 0, len(cut) - 1
         captured = {} if graphs is None else {n: parts(batch) for n, (batch, _) in enumerate(cut) if n not in ends}
         self._captured: dict[int, list[Any]] = captured  # the tensors of slices
+        self._heads: dict[int, Any] = {}  # the inputs of the model that graphs have computed of them
         self.calls = {n: self._suspended(n) for n in range(len(cut)) if n not in captured}
         self._entered: set[int] = set()  # those that have called the model
         self._running = 0
@@ -76,9 +77,7 @@ class SuspendedSlices:
     @property
     def asked(self) -> list[Any]:
         """The inputs of the model, of those that wait."""
-        found = {n: call.question for n, call in self.calls.items() if call.asks}
-        if self.graphs is not None:
-            found |= {n: self.graphs.head(tensors) for n, tensors in self._captured.items()}
+        found = {**self._heads, **{n: call.question for n, call in self.calls.items() if call.asks}}
         return [found[n] for n in sorted(found)]
 
     @contextmanager
@@ -106,7 +105,13 @@ class SuspendedSlices:
     def begin_all(self) -> None:
         """Run all slices up to their calls of the model. Raises ValueError where these calls are unlike."""
         settings = self._settings()
-        for n in self.calls:
+        for n, tensors in [*self._captured.items()]:
+            assert self.graphs is not None
+            try:
+                self._heads[n] = self.graphs.head(tensors)
+            except Exception:  # such as an index out of range: the user's code is to raise it
+                self._leave_to_itself(n)
+        for n in sorted(self.calls):
             self.begin(n)
             if self._settings() != settings:
                 raise ValueError(_SETS.format(name=self.found.shown))
@@ -129,21 +134,28 @@ class SuspendedSlices:
         """
         if self.graphs is None or n not in self._captured:
             return None
-        self.log.samples = self.cut[n][1]
         try:
-            if self.graphs.fits(output):
-                loss, gradients, said = self.graphs.tail(output, self._captured[n])
-                self.graphs.say(self.log, said)
-                return loss, gradients
+            found = self.graphs.tail(output, self._captured[n]) if self.graphs.fits(output) else None
         except Exception:  # such as a target out of range: the user's code is to raise it
-            pass
-        self.calls[n] = self._suspended(n)
-        return None
+            found = None
+        if found is None:
+            self._leave_to_itself(n)
+            return None
+        loss, gradients, said = found
+        self.log.samples = self.cut[n][1]
+        self.graphs.say(self.log, said)
+        return loss, gradients
 
     def end(self) -> None:
         """End those that have not come to their end."""
         for call in self.calls.values():
             call.end()
+
+    def _leave_to_itself(self, n: int) -> None:
+        """Have a slice run its `training_step`, and not graphs."""
+        self.calls[n] = self._suspended(n)
+        del self._captured[n]
+        self._heads.pop(n, None)
 
     def _suspended(self, n: int) -> Suspended:
         run = self._followed if self.found.step is not None else Given.run

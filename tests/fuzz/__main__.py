@@ -4,10 +4,12 @@ python -m tests.fuzz "Program(...)"
 python -m tests.fuzz "Fit(...)"
 python -m tests.fuzz "Forward(...)"
 python -m tests.fuzz "Step(...)"
+python -m tests.fuzz "Written(...)"
 python -m tests.fuzz --seconds 1200
 python -m tests.fuzz --fits --seconds 1200      # under Lightning, on one device and on two
 python -m tests.fuzz --forwards --seconds 1200  # models whose forwards are drawn, too
 python -m tests.fuzz --steps --seconds 1200     # the same as training_steps that Lightning's strategy follows
+python -m tests.fuzz --written --seconds 1200   # training_steps of plain code, for which graphs stand
 python -m tests.fuzz --revert "a velocity that was cleared"     # until the search finds it
 python -m tests.fuzz --revert "the store of the ranks has no secret" --fault "a stranger who …"     # must fail
 """
@@ -31,6 +33,7 @@ def main() -> int:
     parser.add_argument("--fits", action="store_true", help="search for fits, not for programs")
     parser.add_argument("--forwards", action="store_true", help="search for forwards, not for programs")
     parser.add_argument("--steps", action="store_true", help="search for training_steps, not for programs")
+    parser.add_argument("--written", action="store_true", help="search for written training_steps, not for programs")
     parser.add_argument("--seconds", type=float, default=60.0, help="how long new seeds are searched")
     parser.add_argument("--revert", choices=list(REVERTS), help="a mending to take back in the library")
     parser.add_argument("--fault", help="a program of tests/fuzz/faults to run instead of a search")
@@ -41,6 +44,8 @@ def main() -> int:
         return _forwards(given.program, given.seconds)
     if given.steps or (given.program or "").startswith("Step("):
         return _steps(given.program, given.seconds)
+    if given.written or (given.program or "").startswith("Written("):
+        return _written(given.program, given.seconds)
     if given.revert:
         take_back(given.revert)
     from .check import check  # which imports the library
@@ -102,6 +107,16 @@ def _steps(one: str | None, seconds: float) -> int:
     if one:
         return _replayed(eval(one, {"Step": Step, "pipeback": pipeback}), check_step)
     return _searched(forwards(Step), check_step, seconds, 40, "steps")
+
+
+def _written(one: str | None, seconds: float) -> int:
+    """As `main`, for training_steps whose source is drawn."""
+    from .written.draw import written
+    from .written.written import Written, check_written
+
+    if one:
+        return _replayed(eval(one, {"Written": Written}), check_written)
+    return _searched(written(), check_written, seconds, 40, "written steps")
 
 
 def _replayed(one: Any, check: Callable[[Any], None]) -> int:

@@ -169,6 +169,17 @@ def test_an_error_in_the_loss_of_a_slice_is_raised_by_the_users_line():
     assert any(entry.name == "training_step" and "test_captured" in str(entry.path) for entry in raised.traceback)
 
 
+def test_an_error_before_the_model_is_raised_by_the_users_line():
+    class Looked(Plain):
+        def training_step(self, batch, batch_idx):
+            x = self.each[batch["y"]][:, None] * batch["x"]
+            return self.model(x).square().mean()
+
+    with pytest.raises(IndexError, match="index 17 is out of bounds") as raised:
+        fitted(Looked, loader=classes(wrong=4 * SAMPLES + 3))
+    assert any(entry.name == "training_step" and "test_captured" in str(entry.path) for entry in raised.traceback)
+
+
 class Twice(Plain):
     """What is read changes: once between batches, in place, to another module, and by another hook at every epoch."""
 
