@@ -28,6 +28,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 from pipeback.lightning.plain_values import (
+    NUMBERS,
     NotPlain,
     attribute,
     harmless,
@@ -54,7 +55,7 @@ EXPRESSIONS = (
     ast.ListComp, ast.GeneratorExp, ast.DictComp,
 )  # fmt: skip
 CONTAINERS = {"items", "keys", "values", "get", "format", "join", "removeprefix", "removesuffix", "lower", "upper"}
-NUMBERS_OUT = {"tolist", "numpy", "data_ptr", "storage", "untyped_storage", "dlpack"}  # unseen by who traces operators
+NUMBERS_OUT = {"tolist", "numpy", "data_ptr", "storage", "untyped_storage", *NUMBERS}  # unseen by who traces operators
 LASTING = {"backward", "register_hook", "retain_grad", "share_memory_", "register_post_accumulate_grad_hook"}
 METHODS = {name for name in dir(Tensor) if name[-1] != "_"} - NUMBERS_OUT - LASTING | CONTAINERS
 _AROUND = {"PUSH_NULL", "RESUME", "COPY_FREE_VARS", "PRECALL", "NOP"}

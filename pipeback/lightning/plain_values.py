@@ -19,6 +19,7 @@ TORCH = {
     "torch", "torch._VF", "torch.functional", "torch.nn.functional", "torch.special", "torch.linalg", "torch.fft",
     "torch._jit_internal", "torch._C._nn", "torch._C._special", "torch._C._linalg", "torch._C._fft", "torch._tensor",
 }  # fmt: skip
+NUMBERS = {"ctc_loss", "tensor_split"}  # take the numbers of tensors where nobody sees it who traces operators
 SETS = ("set_", "use_", "manual_", "seed", "save", "load", "compile", "print", "init", "fork", "wait", "get_rng")
 TRUSTED = {"torch", "lightning", "omegaconf", "builtins", "collections"}  # packages whose properties only look
 FUNCTIONS = types.FunctionType, staticmethod, classmethod
@@ -98,8 +99,9 @@ def settings(module: nn.Module, model: nn.Module) -> tuple[Any, ...]:
 
 
 def of_torch_nn(module: nn.Module) -> bool:
-    """Whether a module and all in it are of torch.nn."""
-    return all(type(m).__module__.startswith("torch.nn.modules.") for m in module.modules())
+    """Whether a module and all in it are of torch.nn, and take no numbers of tensors (see `NUMBERS`)."""
+    some = [type(m) for m in module.modules()]
+    return nn.CTCLoss not in some and all(kind.__module__.startswith("torch.nn.modules.") for kind in some)
 
 
 def trusted(made: Any) -> bool:
@@ -120,6 +122,6 @@ def harmless(found: Any) -> bool:
         return found is getattr(builtins, name, None) and name in BUILTINS
     if found is getattr(math, name, None):
         return True
-    if isinstance(found, type) or name.startswith(SETS) or name.endswith("_"):
+    if isinstance(found, type) or name.startswith(SETS) or name.endswith("_") or name in NUMBERS:
         return False
     return where in TORCH

@@ -27,6 +27,8 @@ from pipeback.tensors.structures import SINGLE, Form, opened, parts
 from pipeback.vectorized.tracing.graphs import Graph, direct
 from pipeback.vectorized.tracing.simplified_graph import constant, without_idle
 
+INDEXES = {"aten::index.Tensor", "aten::_unsafe_index.Tensor"}  # whose shapes depend on values where these are masks
+
 
 class _Called(BaseException):
     """Ends a `training_step` that is traced where it calls the model. `except Exception` does not catch it."""
@@ -180,8 +182,15 @@ def _graph(function: Callable[..., Any], given: Sequence[Tensor]) -> Graph:
     return direct(constant(without_idle(graph)).forward)
 
 
+def _masks(indices: Sequence[Any]) -> bool:
+    """Whether one of these indices is a mask."""
+    return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in indices)
+
+
 class _PlainOperators(TorchDispatchMode):
-    """Raises `NotPlain` before an operator draws, or writes to a tensor that no operator has made meanwhile."""
+    """Raises `NotPlain` before an operator draws, makes a tensor whose shape depends on values, or writes to a tensor
+    that no operator has made meanwhile.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -191,6 +200,8 @@ class _PlainOperators(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotPlain("draws random numbers")
+        if torch.Tag.dynamic_output_shape in func.tags and (func.name() not in INDEXES or _masks(args[1])):
+            raise NotPlain("has tensors whose shapes depend on values, as those that a mask picks out")
         arguments = func._schema.arguments
         given = {**dict(zip((of.name for of in arguments), args, strict=False)), **kwargs}
         written = [given.get(of.name) for of in arguments if of.alias_info is not None and of.alias_info.is_write]

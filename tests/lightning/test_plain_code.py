@@ -95,6 +95,16 @@ def normalizes(self, x, y):
     return F.mse_loss(F.batch_norm(both, self.each, self.ones, training=True, momentum=0.5), y.repeat(2, 1))
 
 
+def masks(self, x, y):
+    output = self.model(x)
+    return F.mse_loss(output[y > 0], y[y > 0], reduction="sum")
+
+
+def splits(self, x, y):
+    first, _ = self.model(x).tensor_split(y.argmax(-1).clamp(max=0) + 1, dim=-1)
+    return first.square().mean()
+
+
 def tries(self, x, y):
     try:
         return F.mse_loss(self.model(x), y)
@@ -152,6 +162,8 @@ MORE = {
     reads_property: "reads growing, a property",
     writes_to_what_stays: "reads what differs from batch to batch",
     normalizes: "writes to a tensor in place",
+    masks: "has tensors whose shapes depend on values",
+    splits: ".tensor_split`",
     tries: "has a statement that may do more than compute",
     nested: "has a statement that may do more than compute",
     hooks: "has an expression that may do more than compute: `lambda g: 2 * g`",
