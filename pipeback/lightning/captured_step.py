@@ -52,7 +52,7 @@ class CapturedStep:
         """What stands for `training_step`, and why nothing does; nothing is said before that is known."""
         why = self.why or (_DIFFERS if self._differs > SEVERAL and not self._made else None)
         if why is not None:
-            return {"training_step": f"runs at every slice: it {why}"}
+            return {"training_step": f"runs for every micro-batch: it {why}"}
         return {"training_step": "a graph stands for it"} if self._made else {}
 
     def ready(self, cut: Sequence[Slice], given: Given) -> StepGraphs | None:

@@ -195,7 +195,7 @@ def test_other_code_runs_at_every_slice(monkeypatch, does):
 
     before = len(seen)
     _, how = fitted(More)
-    assert re.fullmatch(r"runs at every slice: it .*", step_of(how)) and MORE[does] in step_of(how)
+    assert re.fullmatch(r"runs for every micro-batch: it .*", step_of(how)) and MORE[does] in step_of(how)
     first, count = list(seen[before:]), len(seen)
     alike(monkeypatch, More, told=MORE[does])
     assert len(seen) == count and (not first or seen[-1] == first[-1])
