@@ -78,6 +78,8 @@ class StagesAhead:
         try:
             with slices.heard():
                 slices.begin(0)
+            if graphs and not self.captured.begins(graphs, cut[0][0], slices.calls[0].question):
+                slices.leave_to_themselves()
             ticks = self._ticks(slices, expected)  # which may take up a state, and the weights out of the module
             if ticks and fit.pipe is not None and not fit.pipe.together(len(cut), expected=expected):
                 slices.run_ahead()
@@ -117,12 +119,16 @@ class StagesAhead:
             if (known := slices.judged(n, output)) is not None:
                 losses.append(known[0])
                 return known[1]
-            slices.log.listed = [] if self.captured.learns else None
+            stands = None if n else slices.graphs
+            slices.log.listed = said = [] if self.captured.learns or stands else None
             with fit.judging():
                 self._finished(slices, n, output, losses)
-            if slices.log.listed is not None:
-                call, question = given(slices.cut[n][0]), slices.calls[n].question
-                self.captured.learn(call, slices.outside, question, output, losses[-1], slices.log.listed)
+            batch = slices.cut[n][0]
+            if said is not None and self.captured.learns:
+                question = slices.calls[n].question
+                self.captured.learn(given(batch), slices.outside, question, output, losses[-1], said)
+            elif said is not None and stands and not self.captured.ends(stands, batch, output, losses[-1], said):
+                slices.leave_to_themselves()
             return step_checks.gradients(step_checks.held(output))
 
         with slices.modes.applied():

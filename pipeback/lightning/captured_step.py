@@ -3,12 +3,13 @@
 Running Python and autograd takes longer than a small stage does; a graph of operators takes a fraction. The graphs are
 made from one slice, and run beside `training_step` at every slice of that batch. They stand for it from the next batch
 on if all numbers are equal to the bit, and as long as batches have the same form and all that `training_step` reads
-beside its batch is as it was.
+beside its batch is as it was. At the first slice of every batch they are compared again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -26,11 +27,18 @@ from pipeback.private import dispatch_modes, function_modes, hook_tables, listen
 from pipeback.tensors.structures import opened, parts
 
 Slice = tuple[Any, int]  # and its samples
+Pair = tuple[Any, Any]  # what `training_step` computes, and what a graph does
 FEW = 4  # slices of a batch for which nothing is gained
 SEVERAL = 4  # forms of batches, as of texts in several lengths, for which graphs are kept
 RARELY = 100  # batches for which further graphs are to last, since it takes as long as some batches to make them
+_STOOD = (
+    "training_step computes something else in this batch than the graph that stood for it before, so it runs for every "
+    "micro-batch from now on, as it would from the start with PipelineStrategy(vectorize=False); in batches before, the "
+    "first and the last micro-batch were right, but others may have had another loss than training_step computes"
+)
 _NOBODY = nn.Module()
 _DEFAULT_DEVICE = "torch.utils._device"  # where its mode is made, which stays once there was one
+_OTHER = "computes something else when it runs as a graph"
 _DIFFERS = "reads what differs from batch to batch, or gets batches whose forms do"
 
 
@@ -87,26 +95,42 @@ class CapturedStep:
 
         question: the input of the pipeline. said: what was logged after the model.
         """
-        tensors = parts(given.batch)
         try:
             graphs = self._making
             if graphs is None:
                 self._code = PlainCode(self.module, "training_step", self._model)  # what it calls may be other code now
                 graphs = StepGraphs(self.found, self.module, self._model, given, output, modes)
                 self._making, self._made = graphs, [*self._made, (self._seen[-1], graphs)][-SEVERAL:]
-            found = graphs.tail(output, tensors)
-            pairs = [*zip(tensors_of(question), tensors_of(graphs.head(tensors)), strict=True)]
-            pairs += zip((loss, *said), (found[0], *found[2]), strict=True)
-            gradients = step_checks.gradients(step_checks.held(output))
-            pairs += zip(*(g if isinstance(g, tuple) else (g,) for g in (gradients, found[1])), strict=True)
+            pairs = [*_beginnings(graphs, given.batch, question), *_ends(graphs, given.batch, output, loss, said)]
             if not all(_same(a, b) for a, b in pairs):
-                raise NotPlain("computes something else when it runs as a graph")
+                raise NotPlain(_OTHER)
         except NotPlain as error:
             self.why = str(error)
         except Exception as error:  # the user's code or torch may raise any error: it runs as it is
             self.why = f"cannot be written as a graph: {str(error).strip().partition(chr(10))[0]}"
         if self.why is not None:
             self.learns, self._made = False, []
+
+    def begins(self, graphs: StepGraphs, batch: Any, question: Any) -> bool:
+        """Whether graphs that stand for `training_step` call the model as it has done at a slice itself.
+
+        If not, a warning says so, and no graph stands for it from now on. batch: that of the slice.
+        """
+        return self._stands(lambda: _beginnings(graphs, batch, question))
+
+    def ends(self, graphs: StepGraphs, batch: Any, output: Any, loss: Tensor, said: Sequence[Any]) -> bool:
+        """Whether they compute of the output of the model what it has computed; else as `begins`."""
+        return self._stands(lambda: _ends(graphs, batch, output, loss, said))
+
+    def _stands(self, pairs: Callable[[], Iterable[Pair]]) -> bool:
+        try:
+            if all(_same(a, b) for a, b in pairs()):
+                return True
+        except Exception:  # such as an index out of range, which stays unseen where it is not used
+            pass
+        self.why, self._made = _OTHER, []
+        warnings.warn(_STOOD, stacklevel=2)
+        return False
 
     @property
     def _model(self) -> nn.Module:
@@ -141,6 +165,19 @@ class CapturedStep:
         """Whether somebody watches what Python does."""
         others = [mode for mode in function_modes() if type(mode).__module__ != _DEFAULT_DEVICE]
         return bool(torch.is_anomaly_enabled() or dispatch_modes() or others) or listened(_NOBODY) is not None
+
+
+def _beginnings(graphs: StepGraphs, batch: Any, question: Any) -> list[Pair]:
+    """What the model is called with: by `training_step`, and by graphs. batch: that of the slice."""
+    return [*zip(tensors_of(question), tensors_of(graphs.head(parts(batch))), strict=True)]
+
+
+def _ends(graphs: StepGraphs, batch: Any, output: Any, loss: Tensor, said: Sequence[Any]) -> list[Pair]:
+    """What is computed of the output of the model, likewise."""
+    found = graphs.tail(output, parts(batch))
+    gradients = step_checks.gradients(step_checks.held(output))
+    both = (g if isinstance(g, tuple) else (g,) for g in (gradients, found[1]))
+    return [*zip((loss, *said), (found[0], *found[2]), strict=True), *zip(*both, strict=True)]
 
 
 def _same(one: Any, other: Any) -> bool:

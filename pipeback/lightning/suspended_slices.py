@@ -151,6 +151,12 @@ class SuspendedSlices:
         for call in self.calls.values():
             call.end()
 
+    def leave_to_themselves(self) -> None:
+        """Have all slices run their `training_step`s, and not graphs."""
+        for n in [*self._captured]:
+            self._leave_to_itself(n)
+        self.graphs = None
+
     def _leave_to_itself(self, n: int) -> None:
         """Have a slice run its `training_step`, and not graphs."""
         self.calls[n] = self._suspended(n)

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from pipeback.lightning import captured_step
+from pipeback.lightning import captured_step, plain_values
 from tests.helpers.choice import mostly_rare, rare
 from tests.laws.as_one import S, same
 from tests.laws.cases import STEADY, allowed
@@ -259,6 +259,38 @@ def test_what_differs_at_every_batch_is_not_captured(monkeypatch):
     module = lambda: Twice(of_time)  # noqa: E731
     monkeypatch.setattr(Twice, "on_train_batch_start", lambda self, batch, batch_idx: self.change(self))
     alike(monkeypatch, module, told="reads what differs from batch to batch")
+
+
+class Lengths(Plain):
+    """Its loss reads numbers from a tensor where no trace sees it."""
+
+    def training_step(self, batch, batch_idx):
+        before, _ = torch.tensor_split(self.model(batch["x"]), batch["n"], dim=1)
+        return before.square().mean()
+
+
+class Turned(Plain):
+    """And here what its model is called with does."""
+
+    def training_step(self, batch, batch_idx):
+        before, after = torch.tensor_split(batch["x"], batch["n"], dim=1)
+        loss = self.model(torch.cat([after, before], 1)).square().mean()
+        self.log("train/loss", loss)
+        return loss
+
+
+@pytest.mark.parametrize("kind", [Lengths, Turned])
+def test_graphs_are_compared_at_every_batch(monkeypatch, kind):
+    """Numbers that graphs have kept are noticed before anything is trained with them."""
+    monkeypatch.setattr(plain_values, "NUMBERS", set())  # as if nobody knew that these functions take such
+    x = dataset(BATCHES + 2, SAMPLES).tensors[0].double()
+    lengths = torch.full((len(x),), 2).masked_fill(torch.arange(len(x)) >= 5 * SAMPLES, 1)
+    some = [{"x": a, "n": n} for a, n in zip(x, lengths, strict=True)]
+    stood, ready = [], captured_step.CapturedStep.ready
+    monkeypatch.setattr(captured_step.CapturedStep, "ready", lambda *args: stood.append(ready(*args)) or stood[-1])
+    with pytest.warns(UserWarning, match="computes something else in this batch than the graph that stood for it"):
+        alike(monkeypatch, kind, told="runs for every micro-batch", loader=DataLoader(some, batch_size=SAMPLES))
+    assert [graphs is not None for graphs in stood[: BATCHES + 1]] == [False] * 2 + [True] * 3 + [False] * 2
 
 
 def on_devices(graphs, **options):
