@@ -120,7 +120,8 @@ class StagesAhead:
                 losses.append(known[0])
                 return known[1]
             stands = None if n else slices.graphs
-            slices.log.listed = said = [] if self.captured.learns or stands else None
+            said: list[Any] | None = [] if self.captured.learns or stands else None
+            slices.log.listed = said
             with fit.judging():
                 self._finished(slices, n, output, losses)
             batch = slices.cut[n][0]

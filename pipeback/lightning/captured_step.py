@@ -21,10 +21,11 @@ from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
 from pipeback.lightning.plain_code import PlainCode
 from pipeback.lightning.plain_values import NotPlain
-from pipeback.lightning.step_graphs import StepGraphs, tensors_of
+from pipeback.lightning.seen_batches import form_of, tensors_of
+from pipeback.lightning.step_graphs import StepGraphs
 from pipeback.lightning.suspended_step import TorchModes
 from pipeback.private import dispatch_modes, function_modes, hook_tables, listened
-from pipeback.tensors.structures import opened, parts
+from pipeback.tensors.structures import parts
 
 Slice = tuple[Any, int]  # and its samples
 Pair = tuple[Any, Any]  # what `training_step` computes, and what a graph does
@@ -33,8 +34,8 @@ SEVERAL = 4  # forms of batches, as of texts in several lengths, for which graph
 RARELY = 100  # batches for which further graphs are to last, since it takes as long as some batches to make them
 _STOOD = (
     "training_step computes something else in this batch than the graph that stood for it before, so it runs for every "
-    "micro-batch from now on, as it would from the start with PipelineStrategy(vectorize=False); in batches before, the "
-    "first and the last micro-batch were right, but others may have had another loss than training_step computes"
+    "micro-batch from now on, as it would from the start with PipelineStrategy(vectorize=False); in earlier batches, "
+    "all micro-batches but the first and the last may have had another loss than training_step computes"
 )
 _NOBODY = nn.Module()
 _DEFAULT_DEVICE = "torch.utils._device"  # where its mode is made, which stays once there was one
@@ -150,13 +151,13 @@ class CapturedStep:
             self._code = PlainCode(self.module, "training_step", self._model)
         if any(hook_tables(self._model)):
             raise NotPlain("calls a model with hooks")
-        slices = [parts(batch) for batch, _ in cut[:-1]]  # the last one runs itself
-        if not all(type(t) is Tensor and not t.requires_grad for leaves in slices for t in leaves):
-            raise NotPlain("gets batches with more in them than plain tensors")
-        shapes, *others = ([(t.shape, t.dtype, t.device) for t in leaves] for leaves in slices)
-        if any(other != shapes for other in others):
+        slices = [tensors_of(batch) for batch, _ in cut[:-1]]  # the last one runs itself
+        if not all(type(t) is Tensor and not t.requires_grad for tensors in slices for t in tensors):
+            raise NotPlain("gets batches with tensors of other classes, or that need gradients")
+        shapes, *others = ([(t.shape, t.dtype, t.device) for t in tensors] for tensors in slices)
+        form = form_of(cut[0][0])
+        if any(other != shapes for other in others) or any(form_of(b) != form for b in _with_more(cut[1:-1])):
             return None
-        form = opened(cut[0][0])[1]
         asked = [given.rest[n - 1] if n <= len(given.rest) else given.named for n in sorted(self._code.arguments)]
         return self._code.reads(), asked, form, shapes, TorchModes.now()
 
@@ -167,14 +168,19 @@ class CapturedStep:
         return bool(torch.is_anomaly_enabled() or dispatch_modes() or others) or listened(_NOBODY) is not None
 
 
+def _with_more(cut: Sequence[Slice]) -> list[Any]:
+    """Slices in which not only tensors stand; the structure around tensors is the same in all."""
+    return [batch for batch, _ in cut if not all(isinstance(part, Tensor) for part in parts(batch))]
+
+
 def _beginnings(graphs: StepGraphs, batch: Any, question: Any) -> list[Pair]:
     """What the model is called with: by `training_step`, and by graphs. batch: that of the slice."""
-    return [*zip(tensors_of(question), tensors_of(graphs.head(parts(batch))), strict=True)]
+    return [*zip(tensors_of(question), tensors_of(graphs.head(tensors_of(batch))), strict=True)]
 
 
 def _ends(graphs: StepGraphs, batch: Any, output: Any, loss: Tensor, said: Sequence[Any]) -> list[Pair]:
     """What is computed of the output of the model, likewise."""
-    found = graphs.tail(output, parts(batch))
+    found = graphs.tail(output, tensors_of(batch))
     gradients = step_checks.gradients(step_checks.held(output))
     both = (g if isinstance(g, tuple) else (g,) for g in (gradients, found[1]))
     return [*zip((loss, *said), (found[0], *found[2]), strict=True), *zip(*both, strict=True)]

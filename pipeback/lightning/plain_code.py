@@ -15,6 +15,7 @@ from __future__ import annotations
 import ast
 import builtins
 import dis
+import functools
 import inspect
 import operator
 import textwrap
@@ -31,6 +32,7 @@ from pipeback.lightning.plain_values import (
     NUMBERS,
     NotPlain,
     attribute,
+    entry,
     harmless,
     method,
     of_torch_nn,
@@ -38,6 +40,7 @@ from pipeback.lightning.plain_values import (
     plain,
     readable,
     settings,
+    table,
     told,
     trusted,
     unheard,
@@ -211,11 +214,19 @@ class _Body(ast.NodeVisitor):
     def visit_Attribute(self, node: ast.Attribute) -> None:
         if not isinstance(node.ctx, ast.Load):
             raise NotPlain(f"sets {_shown(node)}")
-        root = _root(node)
-        if root is None or (root.id in self.local and root.id != self.me):
-            self.visit(node.value)
-        else:
-            self.value(node)
+        self.read(node)
+
+    def visit_Subscript(self, node: ast.Subscript) -> None:
+        if not isinstance(node.ctx, ast.Load):
+            raise NotPlain(f"sets {_shown(node)}")
+        self.read(node)
+
+    def visit_Compare(self, node: ast.Compare) -> None:
+        to_none = isinstance(node.comparators[0], ast.Constant) and node.comparators[0].value is None
+        of_objects = any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops) and not to_none
+        if of_objects and self.resolved(node.left) is None:
+            raise NotPlain(f"asks what is which object: {_shown(node)}")
+        self.generic_visit(node)
 
     def visit_Call(self, node: ast.Call) -> None:
         found = self.resolved(node.func)
@@ -246,6 +257,12 @@ class _Body(ast.NodeVisitor):
         elif isinstance(owner, LightningModule) and name in ("log", "log_dict"):
             if getattr(type(owner), name) is not getattr(LightningModule, name):
                 raise NotPlain(f"calls {shown}, which is the user's own")
+        elif isinstance(found, functools.partial):
+            if not readable(found.args) or not readable(found.keywords):
+                raise NotPlain(f"calls {shown}, which holds more than numbers and tensors")
+            self.callee(found.func, None, node, {})
+        elif table(owner) and name in CONTAINERS and readable(owner):
+            self.code.note(id(owner), "", lambda: told(owner))
         elif harmless(found):
             return
         elif of_user(found):
@@ -254,6 +271,13 @@ class _Body(ast.NodeVisitor):
         else:
             raise NotPlain(f"calls {shown}")
 
+    def read(self, node: ast.Attribute | ast.Subscript) -> None:
+        """It reads an attribute or an item."""
+        if self.resolved(node) is None:
+            super().generic_visit(node)
+        else:
+            self.value(node)
+
     def value(self, node: ast.expr) -> None:
         """It reads a value of an object that stays."""
         found = self.resolved(node)
@@ -261,23 +285,29 @@ class _Body(ast.NodeVisitor):
             raise NotPlain(f"reads {_shown(node)}")
 
     def resolved(self, node: ast.expr) -> tuple[Any, Any] | None:
-        """What a name with attributes stands for, and the object that it was got from; None: it is known in a call
-        only.
+        """What a name with attributes and items stands for, and the object that it was got from; None: it is known in
+        a call only, or it is of a tensor.
         """
-        root = _root(node)
-        if root is None or (root.id in self.local and root.id != self.me):
+        path = _path(node)
+        if path is None or (path[0].id in self.local and path[0].id != self.me):
             return None
-        names = ast.unparse(node).split(".")[1:]
+        root, steps = path
 
-        def both() -> tuple[Any, Any]:
-            found, owner = self.there(root.id), None
-            for name in names:
-                found, owner = attribute(found, name), found
-            return found, owner
+        def along() -> list[Any] | None:
+            found = [self.there(root.id)]
+            for get, name in steps:
+                if isinstance(found[-1], Tensor):
+                    return None
+                found.append(get(found[-1], name))
+            return found
 
-        mine = self.bound if root.id == self.me else self.function
-        self.code.note(id(mine), ".".join(["" if mine is self.bound else root.id, *names]), lambda: told(both()[0]))
-        return both()
+        some = along()
+        if some is None:
+            return None
+        mine, shown = self.bound if root.id == self.me else self.function, ast.unparse(node)
+        text = shown[len(root.id) :] if mine is self.bound else shown
+        self.code.note(id(mine), text, lambda: told((along() or [None])[-1]))
+        return some[-1], some[-2] if steps else None
 
     def there(self, name: str) -> Any:
         """What a name stands for that is not set in the function."""
@@ -322,10 +352,18 @@ def _does(code: types.CodeType) -> list[str]:
     return [i.opname if not text or text.startswith("to ") else text for i, text in zip(some, shown, strict=True)]
 
 
-def _root(node: ast.expr) -> ast.Name | None:
-    while isinstance(node, ast.Attribute):
+def _path(node: ast.AST) -> tuple[ast.Name, list[tuple[Callable[[Any, Any], Any], Any]]] | None:
+    """The name that attributes and items with constant keys are got from, and how; None: this is something else."""
+    steps: list[tuple[Callable[[Any, Any], Any], Any]] = []
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Attribute):
+            steps.append((attribute, node.attr))
+        elif isinstance(node.slice, ast.Constant):
+            steps.append((entry, node.slice.value))
+        else:
+            return None
         node = node.value
-    return node if isinstance(node, ast.Name) else None
+    return (node, steps[::-1]) if isinstance(node, ast.Name) else None
 
 
 def _shown(node: ast.AST) -> str:

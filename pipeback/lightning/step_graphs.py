@@ -19,6 +19,7 @@ from pipeback.lightning.call_override import call_instead
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
 from pipeback.lightning.plain_values import NotPlain
+from pipeback.lightning.seen_batches import filled, form_of, tensors_of
 from pipeback.lightning.suspended_step import TorchModes
 from pipeback.private import TorchDispatchMode, casts_anywhere, identity
 from pipeback.stages.tracing_lock import TRACING
@@ -52,7 +53,7 @@ class _Trace:
 
     def __init__(self, module: LightningModule, target: nn.Module, given: Given, output: Any) -> None:
         self.module, self.target, self.given = module, target, given
-        self.tensors, self.batch = opened(given.batch)
+        self.tensors, self.batch = tensors_of(given.batch), form_of(given.batch)
         self.outputs, self.output = opened(output)
         self.moving = [n for n, t in enumerate(self.outputs) if t.is_floating_point() or t.is_complex()]
         self.called: Form  # of the arguments of the model
@@ -101,7 +102,7 @@ class _Trace:
             self.module.log = self._log  # type: ignore[method-assign]
             stack.callback(_put_back, self.module, own)
             stack.enter_context(call_instead(self.target, heard))
-            return self.given._replace(batch=self.batch.fill(tensors)).run()
+            return self.given._replace(batch=filled(self.batch, tensors)).run()
 
     def _log(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         if any(type(v) not in SINGLE or isinstance(v, Tensor) for v in (*args, *options.values())):
@@ -157,11 +158,6 @@ class StepGraphs:
         """Log these values."""
         for call, value in zip(self._logged, values, strict=True):
             log.hear(call.name, value, *call.args, **call.options)
-
-
-def tensors_of(value: Any) -> list[Tensor]:
-    """The tensors of a structure, in order."""
-    return [value] if type(value) is Tensor else opened(value)[0]
 
 
 def _put_back(module: LightningModule, log: Any) -> None:

@@ -18,9 +18,9 @@ from pipeback.lightning import micro_batches, step_checks
 from pipeback.lightning.call_override import call_instead, hooks_now, with_hooks
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
+from pipeback.lightning.seen_batches import tensors_of
 from pipeback.lightning.step_graphs import StepGraphs
 from pipeback.lightning.suspended_step import Suspended, TorchModes
-from pipeback.tensors.structures import parts
 
 Slice = tuple[Any, int]  # and its samples
 
@@ -59,7 +59,7 @@ class SuspendedSlices:
         self.found, self.cut, self.log, self.graphs = found, cut, log, graphs
         self._given = given
         ends = 0, len(cut) - 1
-        captured = {} if graphs is None else {n: parts(batch) for n, (batch, _) in enumerate(cut) if n not in ends}
+        captured = {} if graphs is None else {n: tensors_of(batch) for n, (batch, _) in enumerate(cut) if n not in ends}
         self._captured: dict[int, list[Any]] = captured  # the tensors of slices
         self._heads: dict[int, Any] = {}  # the inputs of the model that graphs have computed of them
         self.calls = {n: self._suspended(n) for n in range(len(cut)) if n not in captured}

@@ -55,10 +55,10 @@ def step_of(how):
     return how.vectorized["training_step"]
 
 
-def alike(monkeypatch, kind, case="pb", told="a graph", **options):
+def alike(monkeypatch, kind, case="pb", told="a graph stands for it", **options):
     """Fit with graphs and without, and compare all numbers to the bit."""
     found, how = fitted(kind, case, **options)
-    assert told in step_of(how)
+    assert told in step_of(how), step_of(how)
     with monkeypatch.context() as patched:
         patched.setattr(captured_step, "FEW", 1000)
         wanted, other = fitted(kind, case, **options)

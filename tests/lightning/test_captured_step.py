@@ -1,5 +1,7 @@
 """Law: a training_step of plain code, which graphs stand for, trains and logs the same to the bit as one that runs."""
 
+from functools import partial
+
 import pytest
 import torch
 from torch import nn
@@ -199,6 +201,24 @@ class Twice(Plain):
         return loss
 
 
+class Kept(Twice):
+    """Reads items, what tensors have, and functions that hold numbers."""
+
+    def __init__(self, change):
+        super().__init__(change)
+        self.each = torch.stack([self.each, self.each + 1])
+        self.shares, self.names = [0.5, 0.25], {"loss": ("train", {"deep": 2.0})}
+        self.smooth = partial(F.smooth_l1_loss, beta=0.1)
+
+    def training_step(self, batch, batch_idx):
+        x, y = batch
+        output = self.model(x) * self.each[0] * self.each.T[:, 1]
+        loss = self.smooth(output, y) * self.hparams["share"] * self.names["loss"][1]["deep"]
+        loss = loss + sum(share * output.abs().mean() for share in self.shares) * self.hparams.get("more", 1)
+        self.log(f"{self.names['loss'][0]}/loss", loss)
+        return loss
+
+
 def halve(module):
     module.hparams.share = 0.25
 
@@ -236,6 +256,37 @@ class Noting(nn.MSELoss):
 @pytest.mark.parametrize("change", [halve, write, replace, other, summed])
 def test_what_is_read_may_change_between_batches(monkeypatch, change):
     alike(monkeypatch, lambda: Twice(change), loader=data(9))
+
+
+def widen(module):
+    module.smooth = partial(F.smooth_l1_loss, beta=0.2)
+
+
+def widen_in_place(module):
+    module.smooth.keywords["beta"] = 0.2
+
+
+def share(module):
+    module.shares[1] = 0.75
+
+
+def share_more(module):
+    module.shares.append(0.75)
+
+
+def deepen(module):
+    module.names["loss"][1]["deep"] = 3.0
+
+
+def more(module):
+    module.hparams["more"] = 2
+
+
+@pytest.mark.parametrize(
+    "change", [halve, rare(write), replace, widen, rare(widen_in_place), share, rare(share_more), deepen, more]
+)
+def test_what_is_kept_may_change_between_batches(monkeypatch, change):
+    alike(monkeypatch, lambda: Kept(change), loader=data(9))
 
 
 @pytest.mark.parametrize(("change", "told"), [(noted, "calls `seen.append`"), (listened, "hooks")])

@@ -1,13 +1,13 @@
 """Code that does more than compute runs at every slice, whatever stands for other code."""
 
-import re
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from tests.lightning.cases import DataLoader
-from tests.lightning.plain_steps import BATCHES, SAMPLES, Plain, alike, data, fitted, seen, step_of
+from tests.lightning.plain_steps import BATCHES, SAMPLES, Plain, alike, data, fitted, seen
 
 
 @pytest.fixture(autouse=True)
@@ -185,7 +185,11 @@ def test_other_code_runs_at_every_slice(monkeypatch, does):
             super().__init__()
             self.stream = iter(range(1, 1000))
             self.register_buffer("ones", torch.ones(6, dtype=torch.float64))
+            self.saw = []
             seen.clear()
+
+        def on_train_end(self):
+            self.saw = list(seen)
 
         def training_step(self, batch, batch_idx):
             x, y = batch
@@ -193,12 +197,8 @@ def test_other_code_runs_at_every_slice(monkeypatch, does):
             self.log("train/loss", loss)
             return loss
 
-    before = len(seen)
-    _, how = fitted(More)
-    assert re.fullmatch(r"runs for every micro-batch: it .*", step_of(how)) and MORE[does] in step_of(how)
-    first, count = list(seen[before:]), len(seen)
-    alike(monkeypatch, More, told=MORE[does])
-    assert len(seen) == count and (not first or seen[-1] == first[-1])
+    found, wanted = alike(monkeypatch, More, told=MORE[does])
+    assert found.saw == wanted.saw
 
 
 def test_a_number_of_the_batch_that_is_handed_on_twice(monkeypatch):
@@ -234,7 +234,7 @@ def test_source_that_was_edited_since(monkeypatch, tmp_path):
             x, y = batch
             return self.compute(self.model(x), y)
 
-    alike(monkeypatch, Edited, told="""calls `room['compute']`""")
+    alike(monkeypatch, Edited, told="calls compute, whose source is another one by now")
     assert len(seen) == 2 * BATCHES * SAMPLES
     alike(monkeypatch, Direct, told="calls compute, whose source is another one by now")
 
@@ -249,18 +249,98 @@ def test_hooks_of_the_model_run_at_every_slice(monkeypatch):
     assert len(seen) == 2 * BATCHES * SAMPLES
 
 
-def test_batches_with_more_in_them_than_tensors(monkeypatch):
-    class Named(Plain):
+class Tagged(NamedTuple):
+    x: torch.Tensor
+    y: torch.Tensor
+
+    @property
+    def doubled(self):
+        seen.append(1)
+        return self.x * 2
+
+
+def files(n):
+    return [f"file {n}-{i}" for i in range(SAMPLES)]
+
+
+def with_more(kind):
+    return [kind(x, y, n) for n, (x, y) in enumerate(data(9))]
+
+
+NAMED = with_more(lambda x, y, n: {"x": x, "y": y, "files": files(n), "factor": 2.0, "mask": None, "n": [n] * SAMPLES})
+LISTED = with_more(lambda x, y, n: [x, y, files(n)])
+
+
+class Named(Plain):
+    def training_step(self, batch, batch_idx):
+        output = self.model(batch["x"])
+        if batch["mask"] is not None:
+            output = output * batch["mask"]
+        loss = F.mse_loss(output, batch["y"])
+        self.log("train/loss", loss, batch_size=len(batch["files"]))
+        return loss
+
+
+class Listed(Plain):
+    def training_step(self, batch, batch_idx):
+        x, y, _ = batch
+        return F.mse_loss(self.model(x), y)
+
+
+@pytest.mark.parametrize(("kind", "some"), [(Named, NAMED), (Listed, LISTED)])
+def test_what_is_no_tensor_may_stand_in_a_batch(monkeypatch, kind, some):
+    """Names of files, say, which are others in every batch; what is not looked at matters to no graph."""
+    alike(monkeypatch, kind, loader=DataLoader(some, batch_size=None))
+
+
+def scales(self, batch):
+    return self.model(batch["x"]).square().mean() * batch["factor"]
+
+
+def asks(self, batch):
+    return self.model(batch["x"]).square().mean() * (2.0 if batch["factor"] else 1.0)
+
+
+def asks_what_it_is(self, batch):
+    return self.model(batch["x"]).square().mean() * (2.0 if isinstance(batch["factor"], float) else 1.0)
+
+
+def asks_which_it_is(self, batch):
+    return self.model(batch["x"]).square().mean() * (2.0 if batch["factor"] is seen else 1.0)
+
+
+def names(self, batch):
+    loss = self.model(batch["x"]).square().mean()
+    self.log(f"loss of {batch['files'][0][-1]}", loss)
+    return loss
+
+
+def counts_up(self, batch):
+    return self.model(batch["x"]).square().mean() / (1 + batch["n"][0])
+
+
+@pytest.mark.parametrize("does", [scales, asks, asks_what_it_is, asks_which_it_is, names, counts_up])
+def test_what_is_looked_at_in_a_batch_must_be_tensors(monkeypatch, does):
+    class Looking(Plain):
+        compute = does
+
         def training_step(self, batch, batch_idx):
-            loss = F.mse_loss(self.model(batch["x"]), batch["y"])
-            return loss * batch["factor"]
+            return self.compute(batch)
 
-    def collate(some):
-        x, y = torch.utils.data.default_collate(some)
-        return {"x": x, "y": y, "factor": 2.0}
+    told = (
+        "asks what is which object" if does is asks_which_it_is else "looks at something in its batch that is no tensor"
+    )
+    alike(monkeypatch, Looking, told=told, loader=DataLoader(NAMED, batch_size=None))
 
-    loader = DataLoader(data().dataset, SAMPLES, collate_fn=collate)
-    alike(monkeypatch, Named, told="more in them than plain tensors", loader=loader)
+
+def test_batches_whose_class_has_code(monkeypatch):
+    class Doubled(Plain):
+        def training_step(self, batch, batch_idx):
+            return F.mse_loss(self.model(batch.doubled), batch.y)
+
+    loader = DataLoader(with_more(lambda x, y, n: Tagged(x, y)), batch_size=None)
+    alike(monkeypatch, Doubled, told="gets batches with a Tagged in them", loader=loader)
+    assert len(seen) == 2 * 9 * SAMPLES
 
 
 def test_who_watches_sees_every_slice():
