@@ -15,7 +15,10 @@ ONE = [  # of a value with six columns another one
     "{a} / {a}.norm(dim=-1, keepdim=True).clamp(min=1e-3)", "{a}.square().exp().log1p()", "{a}.sort(-1).values",
     "sum({a}.unbind(0)).unsqueeze(0).expand_as({a})", "{a}.logsumexp(-1, keepdim=True) - {a}",
     "torch.einsum('bi,bi->bi', {a}, {a})", "{a}.where({a} < 1, torch.zeros_like({a}))",
-    "{a}.gather(-1, {a}.argsort(-1))",
+    "{a}.gather(-1, {a}.argsort(-1))", "{a} * self.hparams['share']", "{a} + self.hparams.get('more', 0.5)",
+    "{a} * self.shares[1]", "sum({a} * share for share in self.shares)", "{a} * self.table['b'][0]",
+    "{a} * self.table['each']", "{a} * self.table.get('b')[-1]", "self.soft({a})", "{a} * self.each[0]",
+    "{a} * self.each.flip(0).T[1]", "{a} + self.each.shape[0]",
 ]  # fmt: skip
 TWO = [
     "{a} + {b}", "{a} - {b}", "{a} * {b}", "torch.maximum({a}, {b})", "torch.where({a} > 0, {a}, {b})",
@@ -39,6 +42,13 @@ LATER = [  # what may come between the model and the loss, each some lines
     ("self.log_dict({{'first': {a}[0, 0], 'three': 3.0}})",),
 ]
 RETURNS = ["return loss", "return {'loss': loss}", "return {'loss': loss, 'out': out.detach()}"]
+CHANGES = [
+    "pass", "self.each = self.each + 1", "self.each[0] = 3.0", "self.hparams.share = 0.25",
+    "self.hparams['more'] = 2.0", "self.shares[1] = 0.5", "self.shares.append(0.5)", "self.table['b'] = (0.5, 2.0)",
+    "self.table['each'] += 1", "self.soft = partial(F.softplus, beta=0.5)", "self.own.power = 3",
+    "self.leaky = nn.LeakyReLU(0.3)", "self.criterion = nn.L1Loss()", "self.each = torch.cat([self.each])",
+    "global FACTOR; FACTOR = 0.75",
+]  # fmt: skip
 METHODS = ["pb", "gpipe-4", "cerebras", "pipedream", "spectrain"]
 
 
@@ -58,7 +68,9 @@ def written(draw: st.DrawFn) -> Written:
     # the loss must depend on the output
     lines.append(f"loss = {draw(st.sampled_from(LOSSES)).format(a=judged)} + 0.01 * out.mean()")
     lines.append(draw(st.sampled_from(RETURNS)))
-    return Written(tuple(lines), draw(st.sampled_from(METHODS)), draw(st.sampled_from([1, 2])))
+    return Written(
+        tuple(lines), draw(st.sampled_from(METHODS)), draw(st.sampled_from([1, 2])), draw(st.sampled_from(CHANGES))
+    )
 
 
 def _computed(draw: st.DrawFn, names: list[str]) -> list[str]:

@@ -16,6 +16,8 @@ from pipeback.lightning import captured_step
 from tests.lightning.plain_steps import SAMPLES, fitted, same_fits, step_of
 
 HEAD = """
+from functools import partial
+
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -44,9 +46,15 @@ class Drawn(Plain):
     def __init__(self):
         super().__init__()
         self.leaky, self.own = nn.LeakyReLU(0.1), Power()
+        self.shares, self.table = [0.5, 2.0], {"b": (1.0, 0.5), "each": self.each * 2}
+        self.soft = partial(F.softplus, beta=2.0)
 
     def helped(self, a):
         return a - a.mean() if self.hparams.share else a
+
+    def on_train_batch_start(self, batch, batch_idx):
+        if batch_idx == 4:
+            CHANGE
 
     def training_step(self, batch, batch_idx):
         x, y = batch
@@ -55,11 +63,15 @@ class Drawn(Plain):
 
 @dataclass(frozen=True)
 class Written:
-    """A training_step: its lines, and the method and the micro-batch size that train it."""
+    """A training_step: its lines, and the method and the micro-batch size that train it.
+
+    change: what a hook does before the fifth batch; a graph of those before must not stand where that is read.
+    """
 
     lines: tuple[str, ...]
     method: str = "pb"
     size: int = 1
+    change: str = "pass"
 
     @property
     def command(self) -> str:
@@ -69,7 +81,7 @@ class Written:
     def module(self) -> Any:
         """The class, made of a file, in which its source is found."""
         file = Path(tempfile.mkdtemp()) / "drawn.py"
-        file.write_text(HEAD + "".join(f"        {line}\n" for line in self.lines))
+        file.write_text(HEAD.replace("CHANGE", self.change) + "".join(f"        {line}\n" for line in self.lines))
         spec = importlib.util.spec_from_file_location(f"drawn_{file.parent.name}", file)
         assert spec is not None and spec.loader is not None
         made = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
