@@ -120,7 +120,7 @@ class StagesAhead:
                 losses.append(known[0])
                 return known[1]
             stands = None if n else slices.graphs
-            said: list[Any] | None = [] if self.captured.learns or stands else None
+            said: list[micro_batches.Said] | None = [] if self.captured.learns or stands else None
             slices.log.listed = said
             with fit.judging():
                 self._finished(slices, n, output, losses)

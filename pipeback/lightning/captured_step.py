@@ -19,9 +19,10 @@ from torch import Tensor, nn
 from pipeback.lightning import step_checks
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
+from pipeback.lightning.micro_batches import Said
 from pipeback.lightning.plain_code import PlainCode
 from pipeback.lightning.plain_values import NotPlain
-from pipeback.lightning.seen_batches import form_of, tensors_of
+from pipeback.lightning.seen_batches import check_classes, form_of, tensors_of
 from pipeback.lightning.step_graphs import StepGraphs
 from pipeback.lightning.suspended_step import TorchModes
 from pipeback.private import dispatch_modes, function_modes, hook_tables, listened
@@ -70,13 +71,16 @@ class CapturedStep:
         if self.why is not None or len(cut) < FEW or self._watched():
             return None
         try:
-            now = self._now(cut, given)
+            return self._known(cut, given)
         except NotPlain as error:
             self.why = str(error)
-            return None
         except Exception as error:  # what is looked at is the user's, and may raise any error: it runs as it is
             self.why = f"cannot be looked at: {type(error).__name__}: {error}"
-            return None
+        self.learns = False
+        return None
+
+    def _known(self, cut: Sequence[Slice], given: Given) -> StepGraphs | None:
+        now = self._now(cut, given)
         for known, graphs in self._made:
             if known == now:
                 return graphs
@@ -85,12 +89,15 @@ class CapturedStep:
         self.learns = before and self._times < SEVERAL + self._batches // RARELY
         self._times += self.learns
         self._differs = 0 if before else self._differs + 1
+        if self.learns:  # what it reads and calls may be other code by now
+            self._code = None
+            now = self._now(cut, given)
         self._seen = [*self._seen, now][-SEVERAL:]
         self._making = None
         return None
 
     def learn(
-        self, given: Given, modes: TorchModes, question: Any, output: Any, loss: Tensor, said: Sequence[Any]
+        self, given: Given, modes: TorchModes, question: Any, output: Any, loss: Tensor, said: Sequence[Said]
     ) -> None:
         """Make the graphs from the first slice of a batch, and compare them with what `training_step` did at a slice.
 
@@ -99,7 +106,7 @@ class CapturedStep:
         try:
             graphs = self._making
             if graphs is None:
-                self._code = PlainCode(self.module, "training_step", self._model)  # what it calls may be other code now
+                check_classes(output)
                 graphs = StepGraphs(self.found, self.module, self._model, given, output, modes)
                 self._making, self._made = graphs, [*self._made, (self._seen[-1], graphs)][-SEVERAL:]
             pairs = [*_beginnings(graphs, given.batch, question), *_ends(graphs, given.batch, output, loss, said)]
@@ -119,7 +126,7 @@ class CapturedStep:
         """
         return self._stands(lambda: _beginnings(graphs, batch, question))
 
-    def ends(self, graphs: StepGraphs, batch: Any, output: Any, loss: Tensor, said: Sequence[Any]) -> bool:
+    def ends(self, graphs: StepGraphs, batch: Any, output: Any, loss: Tensor, said: Sequence[Said]) -> bool:
         """Whether they compute of the output of the model what it has computed; else as `begins`."""
         return self._stands(lambda: _ends(graphs, batch, output, loss, said))
 
@@ -178,12 +185,14 @@ def _beginnings(graphs: StepGraphs, batch: Any, question: Any) -> list[Pair]:
     return [*zip(tensors_of(question), tensors_of(graphs.head(tensors_of(batch))), strict=True)]
 
 
-def _ends(graphs: StepGraphs, batch: Any, output: Any, loss: Tensor, said: Sequence[Any]) -> list[Pair]:
+def _ends(graphs: StepGraphs, batch: Any, output: Any, loss: Tensor, said: Sequence[Said]) -> list[Pair]:
     """What is computed of the output of the model, likewise."""
     found = graphs.tail(output, tensors_of(batch))
     gradients = step_checks.gradients(step_checks.held(output))
     both = (g if isinstance(g, tuple) else (g,) for g in (gradients, found[1]))
-    return [*zip((loss, *said), (found[0], *found[2]), strict=True), *zip(*both, strict=True)]
+    names = zip([name for name, _ in said], [call.name for call in graphs.logged], strict=True)
+    values = zip((loss, *(value for _, value in said)), (found[0], *found[2]), strict=True)
+    return [*names, *values, *zip(*both, strict=True)]
 
 
 def _same(one: Any, other: Any) -> bool:

@@ -14,6 +14,8 @@ from torchmetrics import Metric, MetricCollection
 from pipeback.lightning import lightning_internals
 from pipeback.tensors import batches
 
+Said = tuple[str, Any]  # name and value
+
 
 def cut(batch: Any, size: int) -> list[tuple[Any, int]]:
     """Cut a batch, in whatever structure it comes, into slices of `size` samples; returns (slice, length)s.
@@ -53,7 +55,7 @@ class Log:
     def __init__(self) -> None:
         self._said: dict[str, tuple[list[Any], list[int], dict[str, Any]]] = {}
         self.samples = 0  # of the present slice
-        self.listed: list[Any] | None = None  # the values as they come, for who wants to see them
+        self.listed: list[Said] | None = None  # names and values as they come, for who wants to see them
 
     @contextmanager
     def listening(self, module: LightningModule) -> Iterator[None]:
@@ -78,7 +80,7 @@ class Log:
     def hear(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Do what `self.log` does, for the present slice."""
         if self.listed is not None:
-            self.listed.append(value)
+            self.listed.append((name, value))
         options.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args))
         values, sizes, kept = self._said.setdefault(name, ([], [], options))
         values.append(value.detach() if isinstance(value, Tensor) else value)

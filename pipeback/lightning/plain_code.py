@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import ast
 import builtins
-import dis
 import functools
-import inspect
 import operator
-import textwrap
 import types
 from collections.abc import Callable
 from inspect import signature
@@ -28,6 +25,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
+from pipeback.lightning.function_source import source, stored_names
 from pipeback.lightning.plain_values import (
     NUMBERS,
     NotPlain,
@@ -45,6 +43,7 @@ from pipeback.lightning.plain_values import (
     trusted,
     unheard,
 )  # fmt: skip
+from pipeback.tensors.structures import holds_tensor
 
 Read = Callable[[], Any]  # -> a value that tells whether what is read has changed
 
@@ -59,9 +58,9 @@ EXPRESSIONS = (
 )  # fmt: skip
 CONTAINERS = {"items", "keys", "values", "get", "format", "join", "removeprefix", "removesuffix", "lower", "upper"}
 NUMBERS_OUT = {"tolist", "numpy", "data_ptr", "storage", "untyped_storage", *NUMBERS}  # unseen by who traces operators
+MAKERS = {"tensor", "as_tensor", "asarray", "new_tensor", "new", "sparse_coo_tensor"}  # take such, if there are some
 LASTING = {"backward", "register_hook", "retain_grad", "share_memory_", "register_post_accumulate_grad_hook"}
 METHODS = {name for name in dir(Tensor) if name[-1] != "_"} - NUMBERS_OUT - LASTING | CONTAINERS
-_AROUND = {"PUSH_NULL", "RESUME", "COPY_FREE_VARS", "PRECALL", "NOP"}
 CONTEXTS = (torch.no_grad, torch.enable_grad, torch.autocast)
 _COMPARED: dict[type[ast.cmpop], Callable[[Any, Any], Any]] = {
     ast.Is: operator.is_, ast.IsNot: operator.is_not, ast.Eq: operator.eq, ast.NotEq: operator.ne,
@@ -84,7 +83,7 @@ class PlainCode:
 
     def reads(self) -> tuple[Any, ...]:
         """What it reads, as it is now. Raises `NotPlain` where that is something of another kind."""
-        return tuple([read() for read in self._reads.values()])
+        return tuple([(where, read()) for where, read in self._reads.items()])
 
     def note(self, root: int, path: str, read: Read) -> None:
         """It reads this."""
@@ -101,12 +100,12 @@ class PlainCode:
         """
         if not isinstance(function, types.FunctionType) or trusted(function):
             raise NotPlain(f"calls {getattr(function, '__qualname__', function)}, which is no plain function")
-        known = function.__code__, id(bound), *({} if passed is None else passed).items()
+        known = id(function), id(bound), *({} if passed is None else passed).items()
         if known in self._seen:
             return
         self._seen.add(known)
-        self._alive.append(bound)
-        tree = _parsed(function)
+        self._alive += [function, bound]
+        tree = source(function)
         defaults = *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()
         if tree.args.vararg or tree.args.kwarg or not all(map(plain, defaults)):
             raise NotPlain(f"calls {function.__qualname__}, whose arguments are not all plain")
@@ -139,7 +138,7 @@ class _Body(ast.NodeVisitor):
         names = [arg.arg for arg in (*tree.args.posonlyargs, *tree.args.args, *tree.args.kwonlyargs)]
         self.me = names.pop(0) if bound is not None and names else None
         self.passed = {name: n for n, name in enumerate(names) if n} if passed is None else passed
-        stored = {n.id for n in ast.walk(tree) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
+        stored = stored_names(tree)
         if self.me in stored:
             raise NotPlain(f"sets {self.me}")
         self.local = {*names, *stored}
@@ -221,6 +220,18 @@ class _Body(ast.NodeVisitor):
             raise NotPlain(f"sets {_shown(node)}")
         self.read(node)
 
+    def visit_ListComp(self, node: ast.ListComp | ast.GeneratorExp | ast.DictComp) -> None:
+        """Its variables are its own."""
+        around, own = self.local, set().union(*(stored_names(each.target) for each in node.generators))
+        if self.me in own:
+            raise NotPlain(f"sets {self.me}")
+        self.visit(node.generators[0].iter)
+        self.local = around | own
+        self.generic_visit(node)
+        self.local = around
+
+    visit_GeneratorExp = visit_DictComp = visit_ListComp
+
     def visit_Compare(self, node: ast.Compare) -> None:
         to_none = isinstance(node.comparators[0], ast.Constant) and node.comparators[0].value is None
         of_objects = any(isinstance(op, (ast.Is, ast.IsNot)) for op in node.ops) and not to_none
@@ -234,12 +245,26 @@ class _Body(ast.NodeVisitor):
         for part in (*node.args, *(keyword.value for keyword in node.keywords)):
             if part not in handed:
                 self.visit(part)
+        name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
+        if name in MAKERS and not all(map(self.literal, node.args[:1])):
+            raise NotPlain(f"calls {_shown(node.func)}, which takes numbers out of tensors")
         if found is not None and not isinstance(getattr(found[0], "__self__", None), Tensor):
             self.callee(*found, node.func, {to: self.passed[part.id] for part, to in handed.items()})
         elif isinstance(node.func, ast.Attribute) and node.func.attr in METHODS:
             self.visit(node.func.value)
         else:
             raise NotPlain(f"calls {_shown(node.func)}")
+
+    def literal(self, node: ast.expr) -> bool:
+        """Whether an expression is made of numbers that are written there, or that stay."""
+        if isinstance(node, (ast.List, ast.Tuple)):
+            return all(map(self.literal, node.elts))
+        if isinstance(node, ast.UnaryOp):
+            return self.literal(node.operand)
+        found = self.resolved(node)
+        return isinstance(node, ast.Constant) or (
+            found is not None and readable(found[0]) and not holds_tensor(found[0])
+        )
 
     def handed(self, call: ast.Call, function: Any) -> dict[ast.Name, str]:
         """Which arguments of the first function are handed on to a function of the user's, and as which of its own."""
@@ -319,37 +344,6 @@ class _Body(ast.NodeVisitor):
             if name in where:
                 return where[name]
         raise NotPlain(f"reads {name}, which is not there")
-
-
-def _parsed(function: Any) -> ast.FunctionDef:
-    name = function.__qualname__
-    try:
-        source = textwrap.dedent(inspect.getsource(function))
-        (tree,) = ast.parse(source).body
-    except (OSError, TypeError, SyntaxError, ValueError) as error:
-        raise NotPlain(f"calls {name}, whose source is not at hand") from error
-    decorators = [ast.unparse(each) for each in getattr(tree, "decorator_list", [])]
-    if not isinstance(tree, ast.FunctionDef) or {*decorators} - {"staticmethod"} or hasattr(function, "__wrapped__"):
-        raise NotPlain(f"calls {name}, which is not a plain function")
-    if not _made_of(function.__code__, tree):
-        raise NotPlain(f"calls {name}, whose source is another one by now")
-    return tree
-
-
-def _made_of(code: types.CodeType, tree: ast.FunctionDef) -> bool:
-    """Whether a function was made of this source, which may have been edited since."""
-    module = compile(ast.Module([tree], []), code.co_filename, "exec")
-    found = next(c for c in module.co_consts if isinstance(c, types.CodeType) and c.co_name == code.co_name)
-    return _does(code) == _does(found)
-
-
-def _does(code: types.CodeType) -> list[str]:
-    """What a function does, but for how it gets at what lies around it, which is not in its own source."""
-    some = [
-        i for i in dis.get_instructions(code) if i.opname not in _AROUND and not isinstance(i.argval, types.CodeType)
-    ]
-    shown = [i.argrepr.rpartition(" + ")[2] for i in some]
-    return [i.opname if not text or text.startswith("to ") else text for i, text in zip(some, shown, strict=True)]
 
 
 def _path(node: ast.AST) -> tuple[ast.Name, list[tuple[Callable[[Any, Any], Any], Any]]] | None:

@@ -22,7 +22,14 @@ TORCH = {
 }  # fmt: skip
 NUMBERS = {"ctc_loss", "tensor_split"}  # take the numbers of tensors where nobody sees it who traces operators
 SETS = ("set_", "use_", "manual_", "seed", "save", "load", "compile", "print", "init", "fork", "wait", "get_rng")
-TRUSTED = {"torch", "lightning", "omegaconf", "builtins", "collections"}  # packages whose properties only look
+TRUSTED = {
+    "torch",
+    "lightning",
+    "omegaconf",
+    "builtins",
+    "collections",
+    "transformers",
+}  # packages whose properties only look
 FUNCTIONS = types.FunctionType, staticmethod, classmethod
 
 
@@ -87,6 +94,10 @@ def told(value: Any) -> Any:
         return type(value), *value, *map(told, value.values())
     if isinstance(value, functools.partial):
         return told(value.func), told(value.args), told(value.keywords)
+    if isinstance(value, (int, float, complex)):
+        return type(value), repr(
+            value
+        )  # 1 and True are equal, and so are 0.0 and -0.0, but they compute something else
     return getattr(value, "__func__", value)  # a method is made anew each time
 
 

@@ -6,14 +6,26 @@ that does not look at it.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from pipeback.lightning.plain_values import NotPlain
-from pipeback.tensors.structures import SINGLE, Form, Ref, is_named_tuple, opened, parts
+from pipeback.lightning.plain_values import NotPlain, trusted
+from pipeback.tensors.structures import SINGLE, Form, Ref, openable, opened, parts
 
+CODE = types.FunctionType, property, classmethod, staticmethod
+READS = {
+    "__getattr__",
+    "__getattribute__",
+    "__getitem__",
+    "__iter__",
+    "__len__",
+    "__contains__",
+    "__bool__",
+    "__call__",
+}
 _UNSEEN = "unseen"  # in the place of what stands there
 
 
@@ -39,9 +51,11 @@ def tensors_of(value: Any) -> list[Tensor]:
 
 
 def form_of(batch: Any) -> Form:
-    """Where the tensors of a batch stand. Raises `NotPlain` for one with objects in it, whose classes may have code."""
-    _check(batch)
+    """Where the tensors of a batch stand. Raises `NotPlain` for one with objects in it."""
+    check_classes(batch)
     form = opened(batch)[1]
+    if form.objects:
+        raise NotPlain("gets batches with objects in them")
     return form._replace(constants=tuple([c if c is None or isinstance(c, Ref) else _UNSEEN for c in form.constants]))
 
 
@@ -52,16 +66,20 @@ def filled(form: Form, tensors: Sequence[Tensor]) -> Any:
     return form._replace(constants=constants).fill([*tensors, _Unseen()])
 
 
-def _check(value: Any) -> None:
+def check_classes(value: Any) -> None:
+    """Raise `NotPlain` where a structure has an object in it whose class has code of the user's, which runs unseen."""
     kind = type(value)
-    named = is_named_tuple(kind)
-    if kind in (tuple, list, dict) or named:
-        for part in value.values() if kind is dict else value:
-            _check(part)
-    if (named and _runs(kind)) or (kind not in SINGLE and opened(value)[1].objects):
-        raise NotPlain(f"gets batches with a {kind.__name__} in them")
+    if kind in SINGLE:
+        return
+    if not issubclass(kind, Tensor) and _runs(kind):
+        raise NotPlain(f"has a {kind.__name__} in what it computes with, whose class has functions of its own")
+    own = [*getattr(value, "__dict__", {}).values()] if openable(value) else []
+    inside = [*value.values()] if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else []
+    for part in (*own, *inside):
+        check_classes(part)
 
 
 def _runs(kind: type) -> bool:
-    """Whether reading an attribute of a named tuple may run code of the user's."""
-    return any(isinstance(a, property) for one in kind.__mro__ for a in vars(one).values() if one is not object)
+    """Whether reading what objects of a class hold may run code of the user's."""
+    mine = [each for one in kind.__mro__ if not trusted(one) for each in vars(one).items()]
+    return any(name in READS or (name[0] != "_" and isinstance(found, CODE)) for name, found in mine)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from pipeback.lightning import micro_batches, step_checks
 from pipeback.lightning.call_override import call_instead
@@ -28,6 +29,7 @@ from pipeback.tensors.structures import SINGLE, Form, opened, parts
 from pipeback.vectorized.tracing.graphs import Graph, direct
 from pipeback.vectorized.tracing.simplified_graph import constant, without_idle
 
+_TEXTS = {Tensor.__repr__, Tensor.__format__}
 INDEXES = {"aten::index.Tensor", "aten::_unsafe_index.Tensor"}  # whose shapes depend on values where these are masks
 
 
@@ -129,7 +131,8 @@ class StepGraphs:
         with TRACING, modes.applied(), torch.enable_grad():
             self._heads = _graph(trace.head, trace.tensors)
             self._tails = _graph(trace.tail, [*(t.detach() for t in trace.outputs), *trace.tensors])
-        self._found, self._moving, self._logged, self._called = found, trace.moving, trace.logged, trace.called
+        self._found, self._moving, self._called = found, trace.moving, trace.called
+        self.logged = trace.logged  # what it logs, in order
         self._outputs = [(t.shape, t.dtype) for t in trace.outputs]
 
     def head(self, tensors: Sequence[Tensor]) -> Any:
@@ -151,12 +154,12 @@ class StepGraphs:
         gradients: list[Any] = [None] * len(outputs)
         for n, gradient in zip(self._moving, moved, strict=True):
             gradients[n] = gradient
-        said = [next(values) if call.value is None else call.value for call in self._logged]
+        said = [next(values) if call.value is None else call.value for call in self.logged]
         return loss, gradients[0] if len(gradients) == 1 else tuple(gradients), said
 
     def say(self, log: micro_batches.Log, values: Sequence[Any]) -> None:
         """Log these values."""
-        for call, value in zip(self._logged, values, strict=True):
+        for call, value in zip(self.logged, values, strict=True):
             log.hear(call.name, value, *call.args, **call.options)
 
 
@@ -171,7 +174,7 @@ def _graph(function: Callable[..., Any], given: Sequence[Tensor]) -> Graph:
     from torch.fx.experimental.proxy_tensor import make_fx  # slow to import
 
     def watched(*tensors: Tensor) -> Any:
-        with _PlainOperators():
+        with _PlainOperators(), _Unprinted():
             return function(*tensors)
 
     graph = make_fx(watched)(*given)
@@ -181,6 +184,15 @@ def _graph(function: Callable[..., Any], given: Sequence[Tensor]) -> Graph:
 def _masks(indices: Sequence[Any]) -> bool:
     """Whether one of these indices is a mask."""
     return any(isinstance(t, Tensor) and t.dtype in (torch.bool, torch.uint8) for t in indices)
+
+
+class _Unprinted(TorchFunctionMode):
+    """Raises `NotPlain` where a tensor becomes a text, which no operator tells."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _TEXTS:
+            raise NotPlain("makes a text of a tensor")
+        return func(*args, **(kwargs or {}))
 
 
 class _PlainOperators(TorchDispatchMode):
@@ -196,6 +208,8 @@ class _PlainOperators(TorchDispatchMode):
         kwargs = kwargs or {}
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise NotPlain("draws random numbers")
+        if func is torch.ops.aten._local_scalar_dense.default:
+            raise NotPlain("takes a number out of a tensor")
         if torch.Tag.dynamic_output_shape in func.tags and (func.name() not in INDEXES or _masks(args[1])):
             raise NotPlain("has tensors whose shapes depend on values, as those that a mask picks out")
         arguments = func._schema.arguments

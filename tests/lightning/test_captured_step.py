@@ -1,11 +1,10 @@
 """Law: a training_step of plain code, which graphs stand for, trains and logs the same to the bit as one that runs."""
 
-from functools import partial
+from itertools import product
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 from pipeback.lightning import captured_step, plain_values
 from tests.helpers.choice import mostly_rare, rare
@@ -86,8 +85,11 @@ def nothing_seen():
     seen.clear()
 
 
-@pytest.mark.parametrize("kind", [Plain, Shared, Own, Layers])
-@pytest.mark.parametrize("case", mostly_rare(STEADY, "pb", "gpipe-4", "pipedream"))
+KINDS = Plain, Shared, Own, Layers
+USUAL = [*product([Plain], ["pb", "gpipe-4", "pipedream"]), (Shared, "pb"), (Own, "gpipe-4"), (Layers, "pipedream")]
+
+
+@pytest.mark.parametrize(("kind", "case"), mostly_rare(product(KINDS, STEADY), *USUAL))
 def test_every_method(monkeypatch, kind, case):
     optimizer = next(name for name in ("momentum", "sgd", "adamw") if allowed(case, name))
     alike(monkeypatch, lambda: kind(optimizer=optimizer), case)
@@ -180,136 +182,6 @@ def test_an_error_before_the_model_is_raised_by_the_users_line():
     with pytest.raises(IndexError, match="index 17 is out of bounds") as raised:
         fitted(Looked, loader=classes(wrong=4 * SAMPLES + 3))
     assert any(entry.name == "training_step" and "test_captured" in str(entry.path) for entry in raised.traceback)
-
-
-class Twice(Plain):
-    """What is read changes: once between batches, in place, to another module, and by another hook at every epoch."""
-
-    def __init__(self, change):
-        super().__init__()
-        self.change = change
-
-    def on_train_batch_start(self, batch, batch_idx):
-        if batch_idx == 4:
-            self.change(self)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        output = self.model(x)
-        loss = self.criterion(output * self.each, y) * self.hparams.share
-        self.log("train/loss", loss)
-        return loss
-
-
-class Kept(Twice):
-    """Reads items, what tensors have, and functions that hold numbers."""
-
-    def __init__(self, change):
-        super().__init__(change)
-        self.each = torch.stack([self.each, self.each + 1])
-        self.shares, self.names = [0.5, 0.25], {"loss": ("train", {"deep": 2.0})}
-        self.smooth = partial(F.smooth_l1_loss, beta=0.1)
-
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        output = self.model(x) * self.each[0] * self.each.T[:, 1]
-        loss = self.smooth(output, y) * self.hparams["share"] * self.names["loss"][1]["deep"]
-        loss = loss + sum(share * output.abs().mean() for share in self.shares) * self.hparams.get("more", 1)
-        self.log(f"{self.names['loss'][0]}/loss", loss)
-        return loss
-
-
-def halve(module):
-    module.hparams.share = 0.25
-
-
-def write(module):
-    module.each[0] = 5.0
-
-
-def replace(module):
-    module.each = module.each * 2
-
-
-def other(module):
-    module.criterion = nn.L1Loss()
-
-
-def summed(module):
-    module.criterion.reduction = "sum"
-
-
-def noted(module):
-    module.criterion = Noting()
-
-
-def listened(module):
-    module.criterion.register_forward_hook(lambda *_: seen.append(1))
-
-
-class Noting(nn.MSELoss):
-    def forward(self, output, y):
-        seen.append(1)
-        return super().forward(output, y)
-
-
-@pytest.mark.parametrize("change", [halve, write, replace, other, summed])
-def test_what_is_read_may_change_between_batches(monkeypatch, change):
-    alike(monkeypatch, lambda: Twice(change), loader=data(9))
-
-
-def widen(module):
-    module.smooth = partial(F.smooth_l1_loss, beta=0.2)
-
-
-def widen_in_place(module):
-    module.smooth.keywords["beta"] = 0.2
-
-
-def share(module):
-    module.shares[1] = 0.75
-
-
-def share_more(module):
-    module.shares.append(0.75)
-
-
-def deepen(module):
-    module.names["loss"][1]["deep"] = 3.0
-
-
-def more(module):
-    module.hparams["more"] = 2
-
-
-@pytest.mark.parametrize(
-    "change", [halve, rare(write), replace, widen, rare(widen_in_place), share, rare(share_more), deepen, more]
-)
-def test_what_is_kept_may_change_between_batches(monkeypatch, change):
-    alike(monkeypatch, lambda: Kept(change), loader=data(9))
-
-
-@pytest.mark.parametrize(("change", "told"), [(noted, "calls `seen.append`"), (listened, "hooks")])
-def test_what_is_called_may_change_between_batches(monkeypatch, change, told):
-    for run in alike(monkeypatch, lambda: Twice(change), told=told, loader=data(9)):
-        assert run is not None
-    assert len(seen) == 2 * 5 * SAMPLES
-
-
-class Numbered(Plain):
-    def training_step(self, batch, batch_idx):
-        x, y = batch
-        return F.mse_loss(self.model(x), y) / (batch_idx + 1)
-
-
-def test_what_differs_at_every_batch_is_not_captured(monkeypatch):
-    def of_time(module):
-        module.hparams.share = float(module.trainer.global_step)
-
-    alike(monkeypatch, Numbered, told="reads what differs from batch to batch")
-    module = lambda: Twice(of_time)  # noqa: E731
-    monkeypatch.setattr(Twice, "on_train_batch_start", lambda self, batch, batch_idx: self.change(self))
-    alike(monkeypatch, module, told="reads what differs from batch to batch")
 
 
 class Lengths(Plain):

@@ -105,6 +105,38 @@ def splits(self, x, y):
     return first.square().mean()
 
 
+def makes(self, x, y):
+    scale = torch.tensor([y.sum(), 1.0]).max()
+    return F.mse_loss(self.model(x), y) * scale
+
+
+def takes(self, x, y):
+    return F.mse_loss(self.model(x), y) * self.each.mean().item()
+
+
+def writes_down(self, x, y):
+    loss = F.mse_loss(self.model(x), y)
+    self.log(f"loss of {y.argmax(-1)}", loss)
+    return loss
+
+
+def closes(self, x, y):
+    output = self.model(x)
+    return self.first(output, y) + self.second(output, y)
+
+
+def scaled(function, factor):
+    def loss(output, y):
+        return factor * function(output, y)
+
+    return loss
+
+
+def noting(output, y):
+    seen.append(1)
+    return F.mse_loss(output, y)
+
+
 def tries(self, x, y):
     try:
         return F.mse_loss(self.model(x), y)
@@ -150,7 +182,7 @@ MORE = {
     appends: "calls `seen.append`",
     counts: "sets `self.count`",
     prints: "calls `print`",
-    branches: "cannot be written as a graph",
+    branches: "takes a number out of a tensor",
     looks_into: "calls `y.tolist`",
     writes: "writes to a tensor in place",
     sets_part: "sets `y[y > 1]`",
@@ -164,6 +196,10 @@ MORE = {
     normalizes: "writes to a tensor in place",
     masks: "has tensors whose shapes depend on values",
     splits: ".tensor_split`",
+    makes: "calls `torch.tensor`, which takes numbers out of tensors",
+    takes: "takes a number out of a tensor",
+    writes_down: "makes a text of a tensor",
+    closes: "calls `seen.append`",
     tries: "has a statement that may do more than compute",
     nested: "has a statement that may do more than compute",
     hooks: "has an expression that may do more than compute: `lambda g: 2 * g`",
@@ -184,6 +220,7 @@ def test_other_code_runs_at_every_slice(monkeypatch, does):
         def __init__(self):
             super().__init__()
             self.stream = iter(range(1, 1000))
+            self.first, self.second = scaled(F.mse_loss, 1.0), scaled(noting, 0.5)
             self.register_buffer("ones", torch.ones(6, dtype=torch.float64))
             self.saw = []
             seen.clear()
@@ -339,7 +376,7 @@ def test_batches_whose_class_has_code(monkeypatch):
             return F.mse_loss(self.model(batch.doubled), batch.y)
 
     loader = DataLoader(with_more(lambda x, y, n: Tagged(x, y)), batch_size=None)
-    alike(monkeypatch, Doubled, told="gets batches with a Tagged in them", loader=loader)
+    alike(monkeypatch, Doubled, told="has a Tagged in what it computes with, whose class has functions", loader=loader)
     assert len(seen) == 2 * 9 * SAMPLES
 
 

@@ -98,5 +98,5 @@ def check_written(one: Written) -> None:
             found.append(fitted(kind, one.method, one.size, where={"debug": Debug(stop_at_nan=False)}))
     (mine, how), (wanted, _) = found
     told = step_of(how)
-    assert told == "a graph stands for it" or "get value out of a tracing tensor" in told, told
+    assert told == "a graph stands for it" or "takes a number out of a tensor" in told, told
     same_fits(mine, wanted)
