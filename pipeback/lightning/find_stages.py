@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import nn
+from torch import Tensor, nn
 
 from pipeback.counts import counted
 from pipeback.lightning.call_override import call_instead, without_hooks
@@ -50,6 +50,11 @@ class TrainedModule(NamedTuple):
     def shown(self) -> str:
         """The module in messages."""
         return "self" if self.step is not None else f"self.{self.name}"
+
+    def name_of(self, some: Sequence[Tensor]) -> str | None:
+        """The name of one of these that is a weight of the module; None: there is none."""
+        ids = {id(tensor) for tensor in some}
+        return next((name for name, p in self.module.named_parameters() if id(p) in ids), None)
 
     @contextmanager
     def heard(self, given: Given, forward: Callable[..., Any], look: Callable[[], None]) -> Iterator[None]:

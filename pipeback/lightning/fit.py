@@ -83,7 +83,7 @@ class Fit:
         self._handed = 0  # micro-batches that wait for B, on ranks without the loss
         followed = found.followed
         self._compare = not followed and not isinstance(found.module, nn.Sequential)  # whether with module.forward
-        self._follow_loss = True  # whether to check once that the loss depends on the output
+        self._follow_loss = True  # whether to check what the loss depends on: once per batch
         self._own = found.module.__dict__.get("forward") if visits is None else visits.own  # set by the user
         self._dtype = torch.get_default_dtype()  # outside of training_step
         self._due = (1, 1)  # batches per update, and micro-batches of this batch
@@ -175,6 +175,7 @@ class Fit:
         """Run `training_step` once per micro-batch of a batch; `backward` and `step` run B and U of the last."""
         trainer = self.module.trainer
         self._fall()  # a micro-batch whose backward Lightning has skipped
+        self._follow_loss = True
         size = self.options.micro_batch_size
         cut = [(batch, 0)] if size is None else micro_batches.cut(batch, size)
         batches = trainer.accumulate_grad_batches
@@ -307,6 +308,7 @@ class Fit:
 
     def backward(self) -> None:
         """Run B from the gradient of the model's output; without one, the user's backward skipped the micro-batch."""
+        self.interval.backward_done(self.module.trainer)
         if self._handed and self.pipe is not None:
             count, self._handed = self._handed, 0
             with self.at_work():
@@ -330,6 +332,7 @@ class Fit:
 
     def step(self) -> None:
         """Run U of every stage for which it is due; afterwards no parameter has a gradient."""
+        self.interval.step_done()
         if self.pipe is not None:
             with self.at_work():
                 self.pipe.step()

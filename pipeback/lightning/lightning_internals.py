@@ -2,6 +2,7 @@
 
 * whether the loop goes forward only: `StochasticWeightAveraging` spends an epoch on the statistics of BatchNorm and
   sets `fit_loop._skip_backward` for it. Such forwards must run on the averaged weights, not through the pipeline.
+* whether the optimizer steps after this batch, which depends on `accumulate_grad_batches` and on the end of an epoch.
 * whether a checkpoint is made within an epoch, and the states of the training loaders that are read from one: Lightning
   hands them on within an epoch only, and where its last batch is done, so that nothing is left to train on.
 * whether validation follows a batch, which a run that resumes from a checkpoint in between leaves out.
@@ -30,6 +31,11 @@ TRAINER = "_trainer"
 
 def forward_only(trainer: Any) -> bool:
     return bool(trainer.fit_loop._skip_backward)
+
+
+def steps_now(trainer: Any) -> bool:
+    """Whether the optimizer steps after the batch that is being trained on."""
+    return not trainer.fit_loop.epoch_loop._should_accumulate()
 
 
 def mid_epoch(trainer: Any) -> bool:

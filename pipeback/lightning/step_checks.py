@@ -59,12 +59,20 @@ def check_output(body: TrainedModule, output: Any, given: Any) -> None:
 
 
 def check_loss(body: TrainedModule, loss: Tensor, output: Any) -> None:
-    """Raise unless the loss has been computed from the output of the pipeline."""
+    """Raise unless the loss comes from the output of the pipeline, and from no weight that stages train besides."""
     leaves = {id(part) for part in (output if isinstance(output, tuple) else (output,))}
-    if id(loss) not in leaves and not any(id(getattr(node, "variable", None)) in leaves for node in nodes([loss])):
+    used = [variable for node in nodes([loss]) if (variable := getattr(node, "variable", None)) is not None]
+    if id(loss) not in leaves and not any(id(variable) in leaves for variable in used):
         raise ValueError(
             f"the loss that training_step returned does not depend on the output of {body.shown}; compute it from "
             "the output with differentiable operations"
+        )
+    others = [variable for variable in used if id(variable) not in leaves]
+    if others and (name := body.name_of(others)) is not None:
+        raise ValueError(
+            f"the loss of training_step depends on {body.shown}.{name} beside the output of {body.shown}, as a penalty "
+            "on weights does, and no stage would learn that; have all of training_step followed: "
+            'PipelineStrategy(module="self"), or use the weight_decay of the optimizer'
         )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from pipeback import methods
+from pipeback.lightning import lightning_internals
 from pipeback.methods.base import Method
 from pipeback.pipeline.method_choice import named
 
@@ -22,6 +24,7 @@ class UpdateInterval:
     def __init__(self, method: str | Method, updates: Callable[[], int | None] = lambda: None) -> None:
         self._given, self._updates = method, updates
         self._batches: int | None = None  # accumulate_grad_batches, where it must not change
+        self._waits = False  # whether a batch has gone backward whose step has not come
 
     @property
     def known(self) -> bool:
@@ -60,8 +63,24 @@ class UpdateInterval:
             return steps
         return steps * per_batch
 
+    def backward_done(self, trainer: Any) -> None:
+        """Hear that a batch has gone backward."""
+        self._waits = lightning_internals.steps_now(trainer)
+
+    def step_done(self) -> None:
+        """Hear that the optimizer has stepped."""
+        self._waits = False
+
     def check(self, batches: int) -> None:
-        """Raise if accumulate_grad_batches has changed during fit and the method has a fixed update interval."""
+        """Raise if accumulate_grad_batches has changed during fit and the method has a fixed update interval, or if
+        the batch before has gone backward and no step of the optimizer has come.
+        """
+        if self._waits:
+            raise ValueError(
+                "optimizer_step has run its closure, but no step of the optimizer: the batch has gone backward through "
+                "the stages, which will update with it; to leave a batch out, return -1 from on_train_batch_start, "
+                "and call optimizer.step(closure=optimizer_closure) for the others"
+            )
         if self._batches is not None and batches != self._batches:
             raise ValueError(
                 f"accumulate_grad_batches changed from {self._batches} to {batches} during fit, but the update "

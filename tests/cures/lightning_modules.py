@@ -57,6 +57,28 @@ class Functions(nn.Module):
         return [self.first, torch.relu if self.function else self.relu, self.second]
 
 
+class Penalized(Regression):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return mse_loss(self.model(batch[0]), batch[1]) + 0.1 * sum(p.abs().sum() for p in self.parameters())
+
+
+class Stepless(Regression):
+    """Leaves out every second batch: by no step, or as it is to be done."""
+
+    def __init__(self, early: bool) -> None:
+        super().__init__()
+        self.early = early
+
+    def on_train_batch_start(self, batch: Any, batch_idx: int) -> int | None:
+        return -1 if self.early and batch_idx % 2 else None
+
+    def optimizer_step(self, epoch: int, batch_idx: int, optimizer: Any, optimizer_closure: Any = None) -> None:
+        if batch_idx % 2:
+            optimizer_closure()
+        else:
+            optimizer.step(closure=optimizer_closure)
+
+
 class Twice(Regression):
     def __init__(self, how: str) -> None:
         super().__init__()

@@ -26,9 +26,11 @@ from .lightning_modules import (
     Noting,
     Ordered,
     Peeks,
+    Penalized,
     Resting,
     Returning,
     Setting,
+    Stepless,
     Switching,
     Trained,
     Turning,
@@ -101,6 +103,14 @@ ROWS: dict[str, Row] = {
         lambda: [
             fits(lambda: Twice("joined"))(), fits(lambda: Twice("no_grad"))(), fits(lambda: Twice("twice"), own)(),
         ],
+    ),
+    "a penalty on weights": Row(
+        fits(Penalized), r'beside the output of self.model.* have all of training_step followed: PipelineStrategy\(module',
+        fits(Penalized, own),
+    ),
+    "a closure without a step": Row(
+        fits(lambda: Stepless(early=False), later=True), "to leave a batch out, return -1 from on_train_batch_start",
+        fits(lambda: Stepless(early=True)),
     ),
     "no call": Row(
         fits(lambda: Idle(False)), "did not call self.model, so there is nothing for the stages to learn from; call it",

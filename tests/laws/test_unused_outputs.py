@@ -79,3 +79,22 @@ def test_weights_that_have_none_are_told_of(many):
         warnings.simplefilter("error")
         trained(False, "pb", True, lambda n: [0], many)
         trained(True, "pb", True, lambda n: [0, 1], many)
+
+
+class Same(nn.Module):
+    """Hands on one tensor as two."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x):
+        x = torch.tanh(self.linear(x[0] + 0.5 * x[1] if isinstance(x, tuple) else x))
+        return x, x
+
+
+@pytest.mark.parametrize("case", ["pb", rare("gpipe-4")])
+def test_one_tensor_that_is_two_outputs(monkeypatch, case):
+    monkeypatch.setattr(f"{__name__}.Two", lambda makes: Same())
+    found = [trained(vectorize, case, False, lambda n: [0, 1], 4) for vectorize in (True, False)]
+    same(*found)

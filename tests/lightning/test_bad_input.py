@@ -177,6 +177,7 @@ def test_pipeline_stages_that_are_not(stages, message):
         (lambda m, x, y: m.model(input=x).sum(), "with 0 positional and 1 named arguments"),
         (lambda m, x, y: m.model(x.clone().requires_grad_()).sum(), "the input of self.model requires a gradient"),
         (lambda m, x, y: (m.model(x), torch.ones((), requires_grad=True) * 1)[1], "does not depend on the output"),
+        (lambda m, x, y: m.model(x).sum() + next(m.parameters()).norm(), r"depends on self.model.0.\S*weight beside"),
     ],
 )
 @pytest.mark.parametrize("size", [None, 1])

@@ -33,7 +33,7 @@ class StageInputs:
             out = stage.run(given, to_device(stage.device, target)) if stage.judges else stage.module(given)
             ends = leaves(out)
             # the last stage may be compiled, and inductor keeps no graph for later
-            self._reached[stage.index] = [_reached(y, own, again=y is not ends[-1]) for y in ends]
+            self._reached[stage.index] = [_reached(y, own, again=n < len(ends)) for n, y in enumerate(ends, 1)]
         out = apart(stage.module, (), out)  # which may leave the device
         found: Value = tuple(v.detach() for v in out) if type(out) is tuple else out.detach()
         if not stage.last:
