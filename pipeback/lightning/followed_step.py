@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import torch
 from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 
 from pipeback.lightning.call_override import as_it_is, by_itself
@@ -41,6 +42,12 @@ SHARED = (
     "training_step calls {name} itself, and {single} uses it, too, whose weights are in stages on several devices, or "
     "in a store; give training_step a copy, self.own = copy.deepcopy({name}) in __init__, or use devices=1 and "
     "store=None"
+)
+
+
+ITERATOR = (
+    "training_step takes dataloader_iter, from which the run that finds out what it calls would take a batch, too; let "
+    "it take (batch, batch_idx), or call one module that has all trained weights"
 )
 
 
@@ -72,6 +79,8 @@ class FollowedStep:
     """The calls of a `training_step`, and the model that computes them for the pipeline."""
 
     def __init__(self, module: LightningModule) -> None:
+        if is_param_in_hook_signature(module.training_step, "dataloader_iter", explicit=True):
+            raise ValueError(ITERATOR)
         self.module = module
         self.model = twin(module, self._forward, self._read)
         self._calls = list[_Known]()  # empty: training_step has not run yet

@@ -255,3 +255,9 @@ def explain(error: BaseException) -> None:
             "A fit trains the weights that require a gradient when it begins: let it end before others are unfrozen "
             "(max_epochs), and go on with fit of another Trainer"
         )
+    if "a leaf Variable that requires grad is being used in an in-place operation" in str(error):
+        error.add_note(
+            "The output of the model has no graph within training_step, which must not change it in place: write "
+            "output = output + x for output += x, or have all of training_step followed: "
+            'PipelineStrategy(module="self")'
+        )

@@ -32,6 +32,7 @@ from .lightning_modules import (
     Setting,
     Stepless,
     Switching,
+    Taking,
     Trained,
     Turning,
     Twice,
@@ -105,12 +106,16 @@ ROWS: dict[str, Row] = {
         ],
     ),
     "a penalty on weights": Row(
-        fits(Penalized), r'beside the output of self.model.* have all of training_step followed: PipelineStrategy\(module',
+        fits(Penalized), r'have all of training_step followed: PipelineStrategy\(module="self"\), or use',
         fits(Penalized, own),
     ),
     "a closure without a step": Row(
         fits(lambda: Stepless(early=False), later=True), "to leave a batch out, return -1 from on_train_batch_start",
         fits(lambda: Stepless(early=True)),
+    ),
+    "a step that takes its batch itself": Row(
+        fits(Taking, data=batches), r"training_step takes dataloader_iter, .*; let it take \(batch, batch_idx\)",
+        fits(Returning, data=batches),
     ),
     "no call": Row(
         fits(lambda: Idle(False)), "did not call self.model, so there is nothing for the stages to learn from; call it",

@@ -72,3 +72,19 @@ def test_the_cures_of_parts_and_of_two_calls(module, cure):
     trainer().fit(plain, loader())
     trainer(strategy("sgd", **cure)).fit(ours, loader())
     assert torch.equal(weights(plain), weights(ours))
+
+
+class Adding(Regression):
+    """Changes the model's output in place."""
+
+    def training_step(self, batch, batch_idx):
+        output = self.model(batch[0])
+        output += 1
+        return mse_loss(output, batch[1])
+
+
+def test_an_output_that_is_changed_in_place():
+    with pytest.raises(RuntimeError, match="in-place operation") as raised:
+        trainer(strategy("pb")).fit(Adding(), loader())
+    assert "write output = output + x for output += x" in raised.value.__notes__[0]
+    trainer(strategy("pb", module="self")).fit(Adding(), loader())
