@@ -70,7 +70,7 @@ def load(
 ) -> Flight:
     """Build a micro-batch in flight anew.
 
-    around: of the module, see `saved_graph.rerun`. now: how its modules are set. since: how they were set when the
+    around: of its modules, see `saved_graph.rerun`. now: how its modules are set. since: how they were set when the
     state was saved, if otherwise.
     """
     if plain.get("row") is not None:

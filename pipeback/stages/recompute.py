@@ -17,12 +17,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeback.splitting import outside_draws
+from pipeback.splitting.module_walk import held
 from pipeback.splitting.segment import Segment
 from pipeback.stages.flight import Flight, Value, cut, grown
 from pipeback.stages.module_settings import Settings
+from pipeback.stages.run_modules import buffers_around, run_modules
 from pipeback.stages.saved_graph import held_bytes
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
@@ -45,7 +47,7 @@ class Recomputation(NamedTuple):
         given = leaves if flight.tuple_input else leaves[0]
         # casts of F in torch's cache have no graph, and B's weights may be others
         with (
-            stage.random.at(self.stream), torch.enable_grad(), _swapped(stage.module, self.buffers),
+            stage.random.at(self.stream), torch.enable_grad(), _swapped(stage, self.buffers),
             accelerators.under(flight.autocast), self.settings.restored(),
         ):  # fmt: skip
             return stage.compute(given, flight.target)
@@ -65,12 +67,11 @@ class Recompute:
 
     def forward(self, stage: Stage, flight: Flight, given: Value) -> Value:
         """F: return the output, without a graph."""
-        module = stage.module
-        names = [name for name, _ in module.named_buffers()] if self.changes is None else self.changes
-        found = {name: _owner(module, name).get(name.rpartition(".")[2]) for name in names}
+        names = [name for name, _ in held(run_modules(stage), "_buffers")] if self.changes is None else self.changes
+        found = {name: buffers_around(stage, name).get(name.rpartition(".")[2]) for name in names}
         buffers = {name: None if b is None else b.detach().clone() for name, b in found.items()}
         if self.settings is None or self.settings.changed():
-            self.settings = Settings.of(module)
+            self.settings = Settings.of(stage.module)
         flight.again = Recomputation(stage.random.state, buffers, self.settings, versions(flight))
         with torch.set_grad_enabled(not self.graphless):
             output = cut(stage.compute(given, flight.target))
@@ -112,12 +113,12 @@ class Recompute:
 
 def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
     state = stage.generator.get_state()
-    outputs, changed, graphless = [], set(), True
+    outputs, changed, graphless, modules = [], set(), True, run_modules(stage)
     for graph in (False, True):
-        before = {name: b.detach().clone() for name, b in stage.module.named_buffers()}
+        before = {name: b.detach().clone() for name, b in held(modules, "_buffers")}
         others = {name: b.clone() for name, b in before.items()}
         stage.generator.set_state(state)
-        with torch.set_grad_enabled(graph), _swapped(stage.module, others):
+        with torch.set_grad_enabled(graph), _swapped(stage, others):
             try:
                 outputs.append(cut(stage.run(stage.enter(x)[1], target)))
             except Exception:
@@ -126,23 +127,22 @@ def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
                 graphless = False  # the module differentiates something itself
                 continue
             for name, b in before.items():
-                after = stage.module.get_buffer(name)
-                if after is not others[name] or after._version or not equal(after, b):
+                after = buffers_around(stage, name).get(name.rpartition(".")[2])
+                if after is None or after is not others[name] or after._version or not equal(after, b):
                     changed.add(name.rpartition(".")[0])
     # if a module changes one buffer, it may change all of them: batch statistics need not move at every batch; and so
     # it may change one that somebody sets later
-    names = [name for name, _ in stage.module.named_buffers() if name.rpartition(".")[0] in changed]
-    places = stage.module.named_modules()
-    names += [f"{path}.{key}".lstrip(".") for path, m in places for key, b in m._buffers.items() if b is None]
+    names = [name for name, _ in held(modules, "_buffers") if name.rpartition(".")[0] in changed]
+    names += [f"{path}.{key}".lstrip(".") for path, m in modules.items() for key, b in m._buffers.items() if b is None]
     return names, graphless and all(equal(a, b) for a, b in zip(*map(tensors_in, outputs), strict=True))
 
 
 @contextmanager
-def _swapped(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """The module with other tensors for its buffers, which it may change; its own come back untouched."""
-    homes = []
+def _swapped(stage: Stage, buffers: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """The modules with other tensors for their buffers, which they may change; their own come back untouched."""
+    homes, module = [], stage.module
     for name in buffers:
-        owner, key = _owner(module, name), name.rpartition(".")[2]
+        owner, key = buffers_around(stage, name), name.rpartition(".")[2]
         homes.append((owner, key, owner.get(key)))
     pairs = [(own, other) for (_, _, own), other in zip(homes, buffers.values(), strict=True)]
     others = {id(own): other for own, other in pairs if own is not None and other is not None}
@@ -154,11 +154,6 @@ def _swapped(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> Iterato
     finally:
         for owner, key, own in homes:
             owner[key] = own
-
-
-def _owner(module: nn.Module, name: str) -> dict[str, Tensor | None]:
-    """The buffers of the module that has the one of this name."""
-    return module.get_submodule(name.rpartition(".")[0])._buffers
 
 
 def versions(flight: Flight) -> tuple[int, ...]:
