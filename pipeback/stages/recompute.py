@@ -7,7 +7,8 @@ B repeats the forward:
 
 If B runs on F's weights (flushes, stashing), y' is y, bit for bit. Otherwise B's activations belong to the newer
 weights w_B, while the reported loss is that of F. Buffers change only at F; the repeat uses the random numbers and
-buffers of F. All other side effects of the module, including those of its hooks, happen twice.
+buffers of F, also where a module draws from a torch.Generator in an attribute. All other side effects of the module,
+including those of its hooks, happen twice.
 """
 
 from __future__ import annotations
@@ -38,6 +39,8 @@ class Recomputation(NamedTuple):
     buffers: dict[str, Tensor | None]  # by name: those that F changed, as they were
     settings: Settings  # modes and numbers of the modules, as a dropout's probability
     versions: tuple[int, ...]  # of the input and target, as autograd counts changes in place
+    drawn: Sequence[Tensor] = ()  # the states of `own`
+    own: Sequence[outside_draws.Generator] = ()  # generators of torch that the modules draw from
 
     def __call__(self, stage: Stage, flight: Flight) -> Value:
         """Return the output with its graph; the stage is left as it was."""
@@ -48,7 +51,7 @@ class Recomputation(NamedTuple):
         # casts of F in torch's cache have no graph, and B's weights may be others
         with (
             stage.random.at(self.stream), torch.enable_grad(), _swapped(stage, self.buffers),
-            accelerators.under(flight.autocast), self.settings.restored(),
+            accelerators.under(flight.autocast), self.settings.restored(), outside_draws.at(self.own, self.drawn),
         ):  # fmt: skip
             return stage.compute(given, flight.target)
 
@@ -63,6 +66,7 @@ class Recompute:
     def __init__(self) -> None:
         self.changes: Sequence[str] | None = None  # names of buffers; None: it is not known, they may all be
         self.settings: Settings | None = None  # of the module, as they were at the last forward
+        self.draws = True  # whether the forward may draw from generators of torch in attributes of the modules
         self.graphless = False  # whether the forward gives the same bits without a graph; some kernels do not
 
     def forward(self, stage: Stage, flight: Flight, given: Value) -> Value:
@@ -72,7 +76,9 @@ class Recompute:
         buffers = {name: None if b is None else b.detach().clone() for name, b in found.items()}
         if self.settings is None or self.settings.changed():
             self.settings = Settings.of(stage.module)
-        flight.again = Recomputation(stage.random.state, buffers, self.settings, versions(flight))
+        own = own_generators(stage) if self.draws else []
+        drawn = outside_draws.read(own)
+        flight.again = Recomputation(stage.random.state, buffers, self.settings, versions(flight), drawn, own)
         with torch.set_grad_enabled(not self.graphless):
             output = cut(stage.compute(given, flight.target))
         if stage.judges:
@@ -88,8 +94,10 @@ class Recompute:
         Raises ValueError if the forward draws random numbers of Python or numpy, which a repeat would not draw again.
         """
         outside = outside_draws.generators(stage.module.modules())
-        states = outside_draws.read(outside)
+        states, own = outside_draws.read(outside), own_generators(stage)
+        before = outside_draws.read(own)
         self.changes, self.graphless = _learn(stage, x, target)
+        self.draws = outside_draws.drawn(own, before)
         if outside_draws.drawn(outside, states):
             raise ValueError(
                 f"{stage.label}: activations='recompute' repeats the forward, which draws random numbers of Python or "
@@ -101,23 +109,26 @@ class Recompute:
         """The bytes that a micro-batch holds, and those that its repeat holds beyond that."""
         assert flight.again is not None
         buffers = [buffer for buffer in flight.again.buffers.values() if buffer is not None]
+        states = (flight.again.stream, *flight.again.drawn)
         kept = [*flight.leaves, *tensors_in(flight.target), *buffers]
         weights = list(stage.module.parameters())
         here = held_bytes([], kept, weights)
         return {
             "activation_bytes": here,
             "repeat_bytes": held_bytes(grown(output), kept, weights) - here,
-            "host_bytes": 0 if flight.again.stream is None else flight.again.stream.nbytes,
+            "host_bytes": sum(state.nbytes for state in states if state is not None),
         }
 
 
 def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
-    state = stage.generator.get_state()
+    state, own = stage.generator.get_state(), own_generators(stage)
+    drawn = outside_draws.read(own)
     outputs, changed, graphless, modules = [], set(), True, run_modules(stage)
     for graph in (False, True):
         before = {name: b.detach().clone() for name, b in held(modules, "_buffers")}
         others = {name: b.clone() for name, b in before.items()}
         stage.generator.set_state(state)
+        outside_draws.write(own, drawn)
         with torch.set_grad_enabled(graph), _swapped(stage, others):
             try:
                 outputs.append(cut(stage.run(stage.enter(x)[1], target)))
@@ -154,6 +165,11 @@ def _swapped(stage: Stage, buffers: Mapping[str, Tensor | None]) -> Iterator[Non
     finally:
         for owner, key, own in homes:
             owner[key] = own
+
+
+def own_generators(stage: Stage) -> list[outside_draws.Generator]:
+    """The generators of torch in attributes of the stage's modules."""
+    return outside_draws.torch_generators(run_modules(stage).values())
 
 
 def versions(flight: Flight) -> tuple[int, ...]:
