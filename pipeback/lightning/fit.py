@@ -25,9 +25,9 @@ from pipeback.lightning.suspended_slices import LOOKS, Slice
 from pipeback.lightning.update_interval import UpdateInterval
 from pipeback.lightning.update_size import UpdateSize
 from pipeback.pipeline.arguments import Clipping
+from pipeback.pipeline.given_gradients import nothing
 from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.method_choice import by_optimizer
-from pipeback.pipeline.outside_loss import nothing
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.runtime.runners import Answer
 from pipeback.schedules.programs import flush

@@ -56,10 +56,12 @@ class OutsideCalls(Lifetime):
     def backward(self, gradient: Value = None) -> None:
         """B at every stage where it may run now, from the loss's gradient with respect to the output of `forward`.
 
-        gradient: shaped like the output (for a tuple, None where the loss does not depend on a part); over processes
-        None on all ranks but the last. Due updates are done by `step`, the next `forward`, or a call that quiesces.
+        gradient: shaped like the output (for a tuple, None where the loss does not depend on a part), to whose type
+        one of another real type is converted, as by torch; over processes None on all ranks but the last. One that does
+        not fit is refused, and the micro-batch waits for another. Due updates are done by `step`, the next `forward`,
+        or a call that quiesces.
         """
-        self._outside.backward([gradient])
+        self._outside.backward([gradient], needed=True)
 
     def backward_many(self, gradients: Sequence[Value]) -> None:
         """`backward` for the micro-batches of `forward_many`: all at one stage before any at the stage before it.

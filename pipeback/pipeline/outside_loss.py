@@ -12,13 +12,13 @@ from torch import Tensor
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine, Then
+from pipeback.pipeline.given_gradients import OWN, form_of, nothing, taken
 from pipeback.pipeline.grad_modes import recording
 from pipeback.pipeline.unused_outputs import UnusedOutputs
 from pipeback.runtime.gone_ahead import Ahead
 from pipeback.runtime.outside_ticks import OutsideTicks
 from pipeback.runtime.runners import Answer, PushLoop, Runner, Threads, Ticks
 from pipeback.stages.flight import Value, cut
-from pipeback.tensors.batches import copied
 
 
 class OutsideLoss:
@@ -28,6 +28,7 @@ class OutsideLoss:
         self._engine, self.ahead = engine, Ahead(engine.method)
         self._unused = UnusedOutputs()
         self._newest: Any = None  # the output of the newest micro-batch, where stages run in ticks
+        self._forms: list[Any] = []  # those of the outputs whose gradients are waited for
 
     def runs_ticks(self, xs: Sequence[Value], expected: int) -> bool:
         """As `Pipeline.runs_ticks`."""
@@ -61,6 +62,7 @@ class OutsideLoss:
             engine.modes.pushed()
             outputs: list[Value] = engine.do(partial(runtime.forward, engine.arrived, xs, engine.current, expected))
             self._did(runtime)
+            self._forms = [form_of(output) for output in outputs]
             self._forward(len(xs), "drain")
             engine.holding.hide()  # from who clears them before the backward
             return [self._shown(output, x) for output, x in zip(outputs, xs, strict=True)]
@@ -86,7 +88,7 @@ class OutsideLoss:
         @engine.casting.around
         def judged(n: int, output: Any) -> Value:
             with telling(engine.ranks):
-                gradient = judge(n, self._shown(output, xs[n]))
+                gradient = taken(judge(n, self._shown(output, xs[n])), form_of(output))
                 if nothing(gradient):
                     raise ValueError(
                         f"micro-batch {first + n}: the loss depends on no output, but where stages run as one, others "
@@ -97,6 +99,7 @@ class OutsideLoss:
         engine.amid = _NOT_NOW  # for who computes the losses
         output = self._newest = engine.do(partial(ticks.forward, xs, engine.current, expected, judged))
         self.ahead.backward(len(xs) - 1)
+        self._forms = [form_of(output)]
         self._forward(1, *_NOT_NOW)
         engine.holding.hide()
         return self._shown(output, xs[-1])
@@ -114,8 +117,8 @@ class OutsideLoss:
         """As `Pipeline.together`."""
         return self.ahead.together(count, self._engine.arrived, expected)
 
-    def backward(self, gradients: Sequence[Value], forget: bool = False) -> None:
-        """As `Pipeline.backward_many`. forget: a gradient of None drops its micro-batch."""
+    def backward(self, gradients: Sequence[Value], forget: bool = False, needed: bool = False) -> None:
+        """As `Pipeline.backward_many`. forget: a gradient of None drops its micro-batch. needed: one is refused."""
         engine = self._engine
         with engine.lock, recording():
             runtime = self._went_ahead("backward")
@@ -123,11 +126,14 @@ class OutsideLoss:
                 raise ValueError(
                     f"backward was given {len(gradients)} gradients, forward {self.ahead.count} inputs; give as many"
                 )
-            gradients = [copied(g) for g in gradients]  # the caller may fill these anew before they are needed
-            if (ticks := _ticks(runtime)) is not None:
+            gradients = [taken(g, form) for g, form in zip(gradients, self._forms, strict=True)]
+            ticks = _ticks(runtime)
+            if ticks is not None and ticks.judges and nothing(gradients[0]):
+                raise RuntimeError(_LATE)
+            if needed and any(nothing(g) and form is not None for g, form in zip(gradients, self._forms, strict=True)):
+                raise ValueError(_NONE)
+            if ticks is not None:
                 self.ahead.backward(self._take())
-                if ticks.judges and nothing(gradients[0]):
-                    raise RuntimeError(_LATE)
                 newest, self._newest = self._newest, None
                 gradients = [self._unused.filled(g, newest, engine.holding.stages) for g in gradients]
                 engine.do(partial(ticks.backward, gradients))
@@ -214,6 +220,10 @@ _LATE = (
     "forget, or a gradient of None: stages that run as one have gone on with other micro-batches; give backward a "
     "gradient of zeros, or build the pipeline with vectorize=False"
 )
+_NONE = (
+    f"backward was given no gradient, with which nothing would be trained; {OWN}output.grad; or drop the micro-batch: "
+    "call forget (over processes, give zeros)"
+)
 
 
 def _ticks(runtime: Runner) -> Ticks | None:
@@ -225,8 +235,3 @@ def _ticks(runtime: Runner) -> Ticks | None:
 
 def _nobody(n: int, output: Any) -> Value:
     raise AssertionError("nobody asks for the loss of the newest micro-batch")
-
-
-def nothing(gradient: Value) -> bool:
-    """Whether a loss depends on no part of an output."""
-    return gradient is None or (isinstance(gradient, tuple) and all(part is None for part in gradient))

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 
 from pipeback.methods.base import Method
-from pipeback.splitting import module_restore
+from pipeback.splitting.module_restore import Home
+from pipeback.stages import run_modules
 from pipeback.stages.compiled import Compiled
 from pipeback.stages.flight import Value, grown
 from pipeback.stages.random_stream import drawing
@@ -32,12 +33,12 @@ class Refused(ValueError):
 
 
 @contextmanager
-def untouched(stage: Stage) -> Iterator[list[module_restore.Home]]:
+def untouched(stage: Stage) -> Iterator[list[Home]]:
     """Restore buffers and random state on exit. Yields where the buffers are, with their values on entry."""
     generator = stage.generator
     state = generator.get_state()
     try:
-        with module_restore.untouched(stage.module) as homes:
+        with run_modules.untouched(stage) as homes:
             yield homes
     finally:
         generator.set_state(state)

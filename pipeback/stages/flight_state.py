@@ -14,7 +14,7 @@ from pipeback.splitting.module_restore import Untouched
 from pipeback.stages import saved_graph
 from pipeback.stages.flight import Flight, grown
 from pipeback.stages.module_settings import Settings
-from pipeback.stages.recompute import Recomputation, versions
+from pipeback.stages.recompute import Recomputation, own_generators, versions
 from pipeback.stages.recomputed_functions import looking
 from pipeback.stages.stage import Stage
 from pipeback.stages.state_check import Corrupt
@@ -70,7 +70,7 @@ def load(
 ) -> Flight:
     """Build a micro-batch in flight anew.
 
-    around: of the module, see `saved_graph.rerun`. now: how its modules are set. since: how they were set when the
+    around: of its modules, see `saved_graph.rerun`. now: how its modules are set. since: how they were set when the
     state was saved, if otherwise.
     """
     if plain.get("row") is not None:
@@ -137,6 +137,7 @@ def _save_again(stage: Stage, tensors: Tensors, prefix: str, flight: Flight) -> 
     modules = sum(1 for _ in stage.module.modules())
     buffers = {name: buffer for name, buffer in again.buffers.items() if buffer is not None}
     put_all(tensors, f"{prefix}/buffer", buffers)
+    put_all(tensors, f"{prefix}/drawn", {str(n): state for n, state in enumerate(again.drawn)})
     return {
         "loss": save_value(tensors, f"{prefix}/loss", flight.output),
         "random": save_value(tensors, f"{prefix}/random", again.stream),
@@ -159,6 +160,8 @@ def _load_again(
     if len(plain.get("numbers", ())) == len(numbers):  # earlier states have none
         numbers = plain["numbers"]
     flight.output = load_value(stage, tensors, f"{prefix}/loss", plain["loss"])
+    drawn = [state.to("cpu", copy=True) for state in _numbered(tensors, f"{prefix}/drawn/")]  # earlier states have none
+    own = own_generators(stage)
     flight.again = Recomputation(
         None if plain["random"] != "tensor" else tensors[f"{prefix}/random/0"].to("cpu", copy=True),
         {
@@ -167,6 +170,7 @@ def _load_again(
         },
         now.with_values([*modes, *numbers]),
         versions(flight),
+        *((drawn, own) if len(drawn) == len(own) else ()),
     )
 
 

@@ -117,6 +117,9 @@ class Repetition(Protocol):
     @property
     def settings(self) -> Any: ...
 
+    @property
+    def drawn(self) -> Sequence[Tensor]: ...
+
     def __call__(self, stage: Any, flight: Any) -> Any: ...
 
 

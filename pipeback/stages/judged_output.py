@@ -42,8 +42,41 @@ def cure(output: Any, target: Any = None) -> str:
     return f"{has} has tensors of which the loss must take one, for example {example}{labels}"
 
 
+def shown(returned: Any) -> str:
+    """What a loss has returned, in words."""
+    if not isinstance(returned, Tensor):
+        return type(returned).__name__
+    if returned.dim():
+        return f"shape {tuple(returned.shape)}"
+    return str(returned.dtype)
+
+
+def loss_cure(returned: Any, loss: Any) -> str:
+    """What to change of a loss that has returned this of its own, after a semicolon."""
+    if isinstance(returned, Tensor):
+        if returned.dim():
+            return '; reduce it, for example with reduction="mean"'
+        return "; compute it with operations that have a gradient, such as torch.nn.functional.cross_entropy"
+    if returned is None:
+        return "; return it; a model that computes output.loss itself needs its labels in x for that"
+    if isinstance(returned, (int, float)):
+        return "; return the tensor itself, without .item() or float(), since its gradient is needed"
+    names = [name for name, part in _parts(returned) if not part.dim() and part.is_floating_point()]
+    if not names:
+        return "; return the loss alone, a tensor, and keep what else is computed in a list of your own"
+    which = next((name for name in names if name in (".loss", "['loss']")), names[0])
+    known = getattr(loss, "__name__", "")
+    name = known if known.isidentifier() else "my_loss"
+    return f"; give the loss alone: loss=lambda output, target: {name}(output, target){which}"
+
+
 def _names(output: Any) -> list[str]:
     """How the tensors of an output are reached from it."""
+    return [name for name, _ in _parts(output)]
+
+
+def _parts(output: Any) -> list[tuple[str, Tensor]]:
+    """The tensors of a value, and how they are reached from it."""
     named = {f".{name}": value for name, value in getattr(output, "__dict__", {}).items()}
     if isinstance(output, tuple) and hasattr(output, "_fields"):
         named = {f".{name}": getattr(output, name) for name in output._fields}
@@ -51,4 +84,4 @@ def _names(output: Any) -> list[str]:
         named = {f"[{n}]": value for n, value in enumerate(output)}
     elif isinstance(output, Mapping):
         named.update({f"[{key!r}]": value for key, value in output.items()})
-    return [name for name, value in named.items() if isinstance(value, Tensor)]
+    return [(name, value) for name, value in named.items() if isinstance(value, Tensor)]

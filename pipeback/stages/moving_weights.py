@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import torch
 
-from pipeback.splitting.module_restore import untouched
 from pipeback.stages import flight_state
 from pipeback.stages.flight import Flight
 from pipeback.stages.module_settings import Settings
+from pipeback.stages.run_modules import untouched
 from pipeback.stages.stage import Stage
 from pipeback.stages.state_values import Plain, Tensors
 
@@ -49,7 +49,7 @@ def _graphs(stage: Stage) -> dict[int, _Graph]:
 def _make_anew(stage: Stage, graphs: Mapping[int, _Graph]) -> None:
     if not graphs:
         return
-    around, now = untouched(stage.module), Settings.of(stage.module)
+    around, now = untouched(stage), Settings.of(stage.module)
     with _there(stage), torch.enable_grad():
         for mb, (flight, plain, tensors) in graphs.items():
             made = flight_state.load(stage, mb, plain, tensors, {0: flight.options}, around, now, None)

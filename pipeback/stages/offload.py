@@ -21,9 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from pipeback.private import identity, in_backward
-from pipeback.stages.flight import Flight, Value, rooted
+from pipeback.stages.flight import Flight, Value, grown, rooted
 from pipeback.stages.recomputed_functions import Afresh
-from pipeback.stages.saved_graph import held_bytes
+from pipeback.stages.saved_graph import held_bytes, nodes
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import pieces, tensors_in
@@ -66,7 +66,16 @@ class HostActivations:
         """Do nothing: the policy need not know the module."""
 
     def measure(self, stage: Stage, flight: Flight, output: Value) -> dict[str, int]:
-        """The bytes that a micro-batch holds on the device and in host memory."""
+        """The bytes that a micro-batch holds on the device and in host memory.
+
+        Raises ValueError if a saved tensor has no values yet when autograd gives it to the hook.
+        """
+        if any(node.name().startswith("RreluWithNoise") for node in nodes(grown(output))):
+            raise ValueError(
+                f"{stage.label}: RReLU saves its random numbers for the backward before torch has drawn them, so that "
+                f"activations='host' would copy memory without values; give its activations as {{{stage.index}: "
+                "'device'}, or activations='device' or 'recompute' for all stages"
+            )
         kept = [*flight.leaves, *tensors_in(flight.target)]
         here = held_bytes([], kept, list(stage.module.parameters()))
         return {"activation_bytes": here, "host_bytes": self.copied}

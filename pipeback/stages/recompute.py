@@ -7,7 +7,8 @@ B repeats the forward:
 
 If B runs on F's weights (flushes, stashing), y' is y, bit for bit. Otherwise B's activations belong to the newer
 weights w_B, while the reported loss is that of F. Buffers change only at F; the repeat uses the random numbers and
-buffers of F. All other side effects of the module, including those of its hooks, happen twice.
+buffers of F, also where a module draws from a torch.Generator in an attribute. All other side effects of the module,
+including those of its hooks, happen twice.
 """
 
 from __future__ import annotations
@@ -17,12 +18,14 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from pipeback.splitting import outside_draws
+from pipeback.splitting.module_walk import held
 from pipeback.splitting.segment import Segment
 from pipeback.stages.flight import Flight, Value, cut, grown
 from pipeback.stages.module_settings import Settings
+from pipeback.stages.run_modules import buffers_around, run_modules
 from pipeback.stages.saved_graph import held_bytes
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
@@ -36,6 +39,8 @@ class Recomputation(NamedTuple):
     buffers: dict[str, Tensor | None]  # by name: those that F changed, as they were
     settings: Settings  # modes and numbers of the modules, as a dropout's probability
     versions: tuple[int, ...]  # of the input and target, as autograd counts changes in place
+    drawn: Sequence[Tensor] = ()  # the states of `own`
+    own: Sequence[outside_draws.Generator] = ()  # generators of torch that the modules draw from
 
     def __call__(self, stage: Stage, flight: Flight) -> Value:
         """Return the output with its graph; the stage is left as it was."""
@@ -45,8 +50,8 @@ class Recomputation(NamedTuple):
         given = leaves if flight.tuple_input else leaves[0]
         # casts of F in torch's cache have no graph, and B's weights may be others
         with (
-            stage.random.at(self.stream), torch.enable_grad(), _swapped(stage.module, self.buffers),
-            accelerators.under(flight.autocast), self.settings.restored(),
+            stage.random.at(self.stream), torch.enable_grad(), _swapped(stage, self.buffers),
+            accelerators.under(flight.autocast), self.settings.restored(), outside_draws.at(self.own, self.drawn),
         ):  # fmt: skip
             return stage.compute(given, flight.target)
 
@@ -61,17 +66,19 @@ class Recompute:
     def __init__(self) -> None:
         self.changes: Sequence[str] | None = None  # names of buffers; None: it is not known, they may all be
         self.settings: Settings | None = None  # of the module, as they were at the last forward
+        self.draws = True  # whether the forward may draw from generators of torch in attributes of the modules
         self.graphless = False  # whether the forward gives the same bits without a graph; some kernels do not
 
     def forward(self, stage: Stage, flight: Flight, given: Value) -> Value:
         """F: return the output, without a graph."""
-        module = stage.module
-        names = [name for name, _ in module.named_buffers()] if self.changes is None else self.changes
-        found = {name: _owner(module, name).get(name.rpartition(".")[2]) for name in names}
+        names = [name for name, _ in held(run_modules(stage), "_buffers")] if self.changes is None else self.changes
+        found = {name: buffers_around(stage, name).get(name.rpartition(".")[2]) for name in names}
         buffers = {name: None if b is None else b.detach().clone() for name, b in found.items()}
         if self.settings is None or self.settings.changed():
-            self.settings = Settings.of(module)
-        flight.again = Recomputation(stage.random.state, buffers, self.settings, versions(flight))
+            self.settings = Settings.of(stage.module)
+        own = own_generators(stage) if self.draws else []
+        drawn = outside_draws.read(own)
+        flight.again = Recomputation(stage.random.state, buffers, self.settings, versions(flight), drawn, own)
         with torch.set_grad_enabled(not self.graphless):
             output = cut(stage.compute(given, flight.target))
         if stage.judges:
@@ -87,8 +94,10 @@ class Recompute:
         Raises ValueError if the forward draws random numbers of Python or numpy, which a repeat would not draw again.
         """
         outside = outside_draws.generators(stage.module.modules())
-        states = outside_draws.read(outside)
+        states, own = outside_draws.read(outside), own_generators(stage)
+        before = outside_draws.read(own)
         self.changes, self.graphless = _learn(stage, x, target)
+        self.draws = outside_draws.drawn(own, before)
         if outside_draws.drawn(outside, states):
             raise ValueError(
                 f"{stage.label}: activations='recompute' repeats the forward, which draws random numbers of Python or "
@@ -100,24 +109,27 @@ class Recompute:
         """The bytes that a micro-batch holds, and those that its repeat holds beyond that."""
         assert flight.again is not None
         buffers = [buffer for buffer in flight.again.buffers.values() if buffer is not None]
+        states = (flight.again.stream, *flight.again.drawn)
         kept = [*flight.leaves, *tensors_in(flight.target), *buffers]
         weights = list(stage.module.parameters())
         here = held_bytes([], kept, weights)
         return {
             "activation_bytes": here,
             "repeat_bytes": held_bytes(grown(output), kept, weights) - here,
-            "host_bytes": 0 if flight.again.stream is None else flight.again.stream.nbytes,
+            "host_bytes": sum(state.nbytes for state in states if state is not None),
         }
 
 
 def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
-    state = stage.generator.get_state()
-    outputs, changed, graphless = [], set(), True
+    state, own = stage.generator.get_state(), own_generators(stage)
+    drawn = outside_draws.read(own)
+    outputs, changed, graphless, modules = [], set(), True, run_modules(stage)
     for graph in (False, True):
-        before = {name: b.detach().clone() for name, b in stage.module.named_buffers()}
+        before = {name: b.detach().clone() for name, b in held(modules, "_buffers")}
         others = {name: b.clone() for name, b in before.items()}
         stage.generator.set_state(state)
-        with torch.set_grad_enabled(graph), _swapped(stage.module, others):
+        outside_draws.write(own, drawn)
+        with torch.set_grad_enabled(graph), _swapped(stage, others):
             try:
                 outputs.append(cut(stage.run(stage.enter(x)[1], target)))
             except Exception:
@@ -126,23 +138,22 @@ def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
                 graphless = False  # the module differentiates something itself
                 continue
             for name, b in before.items():
-                after = stage.module.get_buffer(name)
-                if after is not others[name] or after._version or not equal(after, b):
+                after = buffers_around(stage, name).get(name.rpartition(".")[2])
+                if after is None or after is not others[name] or after._version or not equal(after, b):
                     changed.add(name.rpartition(".")[0])
     # if a module changes one buffer, it may change all of them: batch statistics need not move at every batch; and so
     # it may change one that somebody sets later
-    names = [name for name, _ in stage.module.named_buffers() if name.rpartition(".")[0] in changed]
-    places = stage.module.named_modules()
-    names += [f"{path}.{key}".lstrip(".") for path, m in places for key, b in m._buffers.items() if b is None]
+    names = [name for name, _ in held(modules, "_buffers") if name.rpartition(".")[0] in changed]
+    names += [f"{path}.{key}".lstrip(".") for path, m in modules.items() for key, b in m._buffers.items() if b is None]
     return names, graphless and all(equal(a, b) for a, b in zip(*map(tensors_in, outputs), strict=True))
 
 
 @contextmanager
-def _swapped(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> Iterator[None]:
-    """The module with other tensors for its buffers, which it may change; its own come back untouched."""
-    homes = []
+def _swapped(stage: Stage, buffers: Mapping[str, Tensor | None]) -> Iterator[None]:
+    """The modules with other tensors for their buffers, which they may change; their own come back untouched."""
+    homes, module = [], stage.module
     for name in buffers:
-        owner, key = _owner(module, name), name.rpartition(".")[2]
+        owner, key = buffers_around(stage, name), name.rpartition(".")[2]
         homes.append((owner, key, owner.get(key)))
     pairs = [(own, other) for (_, _, own), other in zip(homes, buffers.values(), strict=True)]
     others = {id(own): other for own, other in pairs if own is not None and other is not None}
@@ -156,9 +167,9 @@ def _swapped(module: nn.Module, buffers: Mapping[str, Tensor | None]) -> Iterato
             owner[key] = own
 
 
-def _owner(module: nn.Module, name: str) -> dict[str, Tensor | None]:
-    """The buffers of the module that has the one of this name."""
-    return module.get_submodule(name.rpartition(".")[0])._buffers
+def own_generators(stage: Stage) -> list[outside_draws.Generator]:
+    """The generators of torch in attributes of the stage's modules."""
+    return outside_draws.torch_generators(run_modules(stage).values())
 
 
 def versions(flight: Flight) -> tuple[int, ...]:

@@ -108,7 +108,8 @@ def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
         with untouched(stage), norm_check.watching(stage), stage.calling(stage.module), noticed() as calls:
             _, given = stage.enter(value)
             # with a graph, since the module may differentiate something itself
-            value = cut(_apart(stage, _checked(stage, _guarded(stage, _copied(given), target, _OTHER))))
+            given = _copied(given)
+            value = cut(_apart(stage, _checked(stage, _guarded(stage, given, target, _OTHER), given, target)))
         stage.learn(control_flow=stage.learnt.control_flow or bool(calls))
     return value
 
@@ -133,11 +134,11 @@ def _learn(stage: Stage, value: Value, target: Any) -> None:
     copies = _copied(stage.enter(value)[1])
     try:
         with torch.no_grad():
-            _checked(stage, stage.run(copies, target))
+            _checked(stage, stage.run(copies, target), copies, target)
     except Exception:  # a loss may differentiate something itself, and whatever else fails does so once more
         stage.generator.set_state(before)
         copies = _copied(stage.enter(value)[1])
-        _checked(stage, _guarded(stage, copies, target))
+        _checked(stage, _guarded(stage, copies, target), copies, target)
     draws = not torch.equal(before, stage.generator.get_state())
     stage.generator.set_state(before)
     if draws:
@@ -169,7 +170,7 @@ def _first_run(stage: Stage, value: Value, target: Any, others: Mapping[int, str
 
 def _run(stage: Stage, value: Value, target: Any) -> tuple[tuple[Tensor, ...], Value]:
     leaves, given = stage.enter(value)
-    return leaves, _apart(stage, _checked(stage, _guarded(stage, given, target)))
+    return leaves, _apart(stage, _checked(stage, _guarded(stage, given, target), given, target))
 
 
 def _apart(stage: Stage, output: Value) -> Value:
@@ -232,19 +233,25 @@ def _failed(stage: Stage, given: Value, target: Any, error: Exception) -> tuple[
     return "forward", ""
 
 
-def _checked(stage: Stage, output: Any) -> Value:
+def _handed_on(stage: Stage, given: Value, target: Any) -> Any:
+    """What the model returns, if that is all that the loss returns; otherwise None."""
+    assert stage.loss is not None
+    with suppress(Exception), torch.no_grad():
+        output = judged_output.structured(stage.module, given, stage.call(given))
+        if stage.loss(output, for_loss(stage.device, target)) is output:
+            return output
+    return None
+
+
+def _checked(stage: Stage, output: Any, given: Value, target: Any) -> Value:
     """Raise unless the output is a tensor or a tuple of tensors or, on the last stage, a loss."""
-    if stage.last and stage.loss is not None:
+    if stage.judges:
         if not isinstance(output, Tensor) or output.dim() != 0 or not output.is_floating_point():
-            found = f"shape {tuple(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
-            cured = '; reduce it, for example with reduction="mean"'
-            if output is None:
-                cured = "; return it; a model that computes output.loss itself needs its labels in x for that"
-            elif not isinstance(output, Tensor):
-                cured = judged_output.cure(output)
+            own = None if output is None or isinstance(output, Tensor) else _handed_on(stage, given, target)
+            cured = judged_output.loss_cure(output, stage.loss) if own is None else judged_output.cure(own)
             raise ValueError(
-                f"loss must return a 0-d floating-point tensor, the mean over the micro-batch, but returned {found}"
-                f"{cured}"
+                "loss must return a 0-d floating-point tensor, the mean over the micro-batch, but returned "
+                f"{judged_output.shown(output)}{cured}"
             )
         return output
     parts = output if isinstance(output, tuple) else (output,)

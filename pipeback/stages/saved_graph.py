@@ -199,7 +199,7 @@ def rerun(
 ) -> tuple[tuple[Tensor, ...], Any, copy_slices.Handles | None]:
     """Run the stage's forward once more, for the structure of its graph; buffers and random state are put back.
 
-    around: `untouched` of the stage's module; it serves any number of reruns.
+    around: `untouched` of the stage; it serves any number of reruns.
     Returns its leaves, its output, and handles of the saved tensors, if the graph hides some of them.
     """
     leaves, output = _once_more(stage, x, target, around)

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.splitting.module_restore import untouched
 from pipeback.stages import flight_state, split_backward
 from pipeback.stages.module_settings import Settings
 from pipeback.stages.optimizer_counters import restore, saved
 from pipeback.stages.postponed import Postponed
 from pipeback.stages.recomputed_functions import Afresh, as_it_was
+from pipeback.stages.run_modules import untouched
 from pipeback.stages.stage import Stage
 from pipeback.stages.state_check import named, trained
 from pipeback.stages.state_values import Plain, Tensors, load_value, put_all, save_value, to_home
@@ -198,7 +198,7 @@ def load_flights(
         stage.stack.restart(stage)
     flights = sorted(((int(mb), p) for mb, p in plain["flights"].items()), key=lambda pair: pair[0])
     # made once, since they look at every attribute of every module
-    around, now = untouched(stage.module), Settings.of(stage.module)
+    around, now = untouched(stage), Settings.of(stage.module)
     since = flight_state.settings_of(plain.get("settings"), now)  # earlier states have none
     stage.learn(settings=now)
     stage.put_flights({mb: flight_state.load(stage, mb, p, tensors, options, around, now, since) for mb, p in flights})

@@ -42,9 +42,14 @@ def made_of(layout: torch.layout, shape: Sequence[int], coalesced: bool, parts: 
 
 
 def deep(module: nn.Module) -> nn.Module:
-    """Return a deep copy of a module; torch itself does not copy compressed sparse buffers, such as adjacencies."""
+    """Return a deep copy of a module.
+
+    torch itself copies neither compressed sparse buffers, such as adjacencies, nor tensors in attributes that have a
+    graph, as the weights that the old `torch.nn.utils.weight_norm` computes before every forward.
+    """
     odd = [b for b in module.buffers() if b.layout is not torch.strided]
-    return copy.deepcopy(module, {id(b): b.detach().clone() for b in odd})
+    odd += [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor) and t.grad_fn is not None]
+    return copy.deepcopy(module, {id(t): t.detach().clone() for t in odd})
 
 
 def lies_in(tensor: Tensor, known: Container[int]) -> bool:

@@ -25,6 +25,11 @@ from .rows import (
     trains,
 )
 
+
+def my_loss(output: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, dict[str, float]]:
+    return mse_loss(output, target), {"mean": float(target.mean())}
+
+
 ROWS: dict[str, Row] = {
     # the model
     "empty model": Row(
@@ -134,6 +139,31 @@ ROWS: dict[str, Row] = {
         lambda: trains(loss=nn.MSELoss(reduction="none")),
         'loss must return a 0-d.*reduction="mean"',
         lambda: trains(loss=nn.MSELoss(reduction="mean")),
+    ),
+    "loss with metrics": Row(
+        lambda: trains(loss=my_loss),
+        r"but returned tuple; give the loss alone: loss=lambda output, target: my_loss\(output, target\)\[0\]",
+        lambda: trains(loss=lambda output, target: my_loss(output, target)[0]),
+    ),
+    "loss in a dictionary": Row(
+        lambda: trains(loss=lambda o, y: {"seen": o, "error": o.norm(), "loss": mse_loss(o, y)}),
+        r"but returned dict; give the loss alone: loss=lambda output, target: my_loss\(output, target\)\['loss'\]",
+        lambda: trains(loss=lambda o, y: {"seen": o, "error": o.norm(), "loss": mse_loss(o, y)}["loss"]),
+    ),
+    "loss as a number": Row(
+        lambda: trains(loss=lambda o, y: mse_loss(o, y).item()),
+        r"but returned float; return the tensor itself, without .item\(\) or float\(\)",
+        lambda: trains(loss=lambda o, y: mse_loss(o, y)),
+    ),
+    "loss as words": Row(
+        lambda: trains(loss=lambda o, y: [str(mse_loss(o, y))]),
+        "but returned list; return the loss alone, a tensor, and keep what else is computed",
+        lambda: trains(loss=lambda o, y: mse_loss(o, y)),
+    ),
+    "loss that counts": Row(
+        lambda: trains(loss=lambda o, y: (o > y).sum()),
+        "but returned torch.int64; compute it with operations that have a gradient",
+        trains,
     ),
     "detached loss": Row(
         lambda: trains(loss=lambda o, y: mse_loss(o.detach(), y)),

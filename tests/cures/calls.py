@@ -43,6 +43,24 @@ def judged_apart(vectorize: bool) -> None:
     pipe.step()
 
 
+class Twice(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.linear(x), self.linear(x).tanh()
+
+
+def given(gradient: Any, last: Any = None) -> None:
+    """A loss outside, of whose gradient `gradient` makes what backward gets of an output."""
+    pipe = build(model=nn.Sequential(*network(2), last or nn.Linear(6, 6)), loss=None)
+    output = pipe.forward(BATCH)
+    sum(part.sum() for part in (output if isinstance(output, tuple) else (output,))).backward()
+    pipe.backward(gradient(output))
+    pipe.step()
+
+
 class Sloping(nn.Module):
     """Returns its input, too, so that the loss can ask how steep it is."""
 
@@ -205,6 +223,28 @@ ROWS: dict[str, Row] = {
         lambda: judged_apart(False),
     ),
     "backward first": Row(outside("backward"), "backward comes after forward", outside("backward", "forward")),
+    "a gradient of another shape": Row(
+        lambda: given(lambda output: torch.ones(2, 2)),
+        r"given a tensor of shape \(2, 2\) and torch.float32, but the output of forward is one of shape \(4, 6\) and "
+        "torch.float32; call backward on the loss, and give what it leaves there: output.grad",
+        lambda: given(lambda output: output.grad),
+    ),
+    "a number for a gradient": Row(
+        lambda: given(lambda output: 1.0),
+        "given a float, but the output of forward is a tensor of shape .*call backward on the loss.*output.grad",
+        lambda: given(lambda output: output.grad),
+    ),
+    "a gradient of one part": Row(
+        lambda: given(lambda output: output[0].grad, Twice()),
+        r"the output of forward has 2 tensors; .*tuple\(part.grad for part in output\), a gradient or None for each",
+        lambda: given(lambda output: tuple(part.grad for part in output), Twice()),
+    ),
+    "no gradient": Row(
+        lambda: given(lambda output: None),
+        "backward was given no gradient, with which nothing would be trained; .*output.grad; or drop the micro-batch: "
+        "call forget",
+        lambda: [given(lambda output: output.grad), outside("forget", "forward")()],
+    ),
     "other gradients": Row(
         outside("backward_many", "forward", give=2),
         "given 2 gradients, forward 1 inputs; give as many",

@@ -77,6 +77,10 @@ def units(count: int) -> Callable[[], Any]:
     return do
 
 
+def leaky(activations: Any) -> Callable[[], Any]:
+    return lambda: trains(model=nn.Sequential(nn.Linear(6, 6), nn.RReLU(), nn.Linear(6, 6)), activations=activations)
+
+
 class Numpy(nn.Module):
     """Computes by numpy between its layers, or not."""
 
@@ -170,6 +174,12 @@ def drawn(record: bool, one: bool) -> Callable[[], Any]:
 
 
 ROWS: dict[str, Row] = {
+    "noise in host memory": Row(
+        leaky("host"),
+        r"stage 1 \(1\): RReLU saves its random numbers for the backward before torch has drawn them.*give its "
+        r"activations as \{1: 'device'\}, or activations='device' or 'recompute' for all stages",
+        lambda: [leaky(kind)() for kind in ({1: "device"}, {0: "host", 2: "host"}, "device", "recompute")],
+    ),
     "a weight of a store that is frozen": Row(
         lambda: stored(False), "cannot be frozen in between; build a new Pipeline once requires_grad is set",
         lambda: stored(True),

@@ -96,3 +96,23 @@ def test_functions_of_weights_are_refused_where_b_has_others(case, kind):
         return
     with pytest.raises(ValueError, match=r"stage [01] \([01]\): its graph saves a function of the weights"):
         pipe.push(x, y)
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("where", ["disk", "replicas"])
+def test_models_with_functions_of_weights_are_copied(kind, where, tmp_path):
+    """For `pipe.model` with a store on disk, and for replicas."""
+    found = []
+    options = {"store": f"disk:{tmp_path}"} if where == "disk" else {"replicas": 2}
+    for given in (options, {}):
+        pipe = pipeline(parametrized(kind)(), "gpipe", lambda p: torch.optim.SGD(p, lr=0.05), **given)
+        for x, y in data(4, 8):
+            pipe.push(x, y)
+        pipe.drain()
+        model = pipe.model.eval()
+        with torch.no_grad():
+            found.append((model(x), *model.parameters()))
+        pipe.close()
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted)

@@ -207,6 +207,59 @@ def test_forward_needs_the_loss_outside():
         pipeline(network(), "pb").forward(data(1)[0][0])
 
 
+WRONG = [
+    (torch.ones(2, 2), ValueError, r"a tensor of shape \(2, 2\).*of shape \(3, 6\)"),
+    (torch.ones(1, 6), ValueError, r"a tensor of shape \(1, 6\)"),
+    (torch.tensor(1.0), ValueError, r"a tensor of shape \(\)"),
+    (torch.ones(3, 6, dtype=torch.complex64), ValueError, "torch.complex64, but"),
+    (1.0, TypeError, "a float"),
+    ({"a": torch.ones(3, 6)}, TypeError, "a dict"),
+    ((torch.ones(3, 6), None), TypeError, "a tuple of 2"),
+    (None, (ValueError, RuntimeError), "no gradient|gradient of None"),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"store": "host"}, {"vectorize": True}], ids=str)
+def test_a_gradient_that_does_not_fit_changes_nothing(options):
+    """It is refused before anything is taken off, and the right one is taken then."""
+    wanted, pipe = outside("pb", **options), outside("pb", **options)
+    for n, (x, y) in enumerate(data(12)):
+        output = pipe.forward(x)
+        mse_loss(output, y).backward()
+        gradient, error, says = WRONG[n % len(WRONG)]
+        with pytest.raises(error, match=says):
+            pipe.backward(gradient)
+        pipe.backward(output.grad)
+        pipe.step()
+        train(wanted, [(x, y)])
+    assert torch.equal(everything(pipe), everything(wanted))
+
+
+@pytest.mark.parametrize("options", [{}, {"vectorize": True}], ids=str)
+def test_a_gradient_of_another_type_is_converted_as_by_torch(options):
+    wanted, pipe = outside("pb", **options), outside("pb", **options)
+    for x, y in data(12):
+        output = pipe.forward(x)
+        mse_loss(output, y).backward()
+        pipe.backward([output.grad.double()])
+        pipe.step()
+        train(wanted, [(x, y)])
+    assert torch.equal(everything(pipe), everything(wanted))
+
+
+def test_after_a_gradient_of_none_zeros_are_taken_where_stages_run_as_one():
+    wanted, pipe = outside("pb"), outside("pb", vectorize=True)
+    for x, _ in data(8):
+        output = pipe.forward(x)
+        with pytest.raises(RuntimeError, match="a gradient of None.*give backward a gradient of zeros"):
+            pipe.backward(None)
+        for each in (wanted, pipe):
+            each.backward(torch.zeros_like(output if each is pipe else each.forward(x)))
+            each.step()
+    pipe.drain(), wanted.drain()
+    torch.testing.assert_close(everything(pipe), everything(wanted), rtol=0, atol=1e-6)
+
+
 # -- several micro-batches at once -----------------------------------------------------------------------------------
 
 

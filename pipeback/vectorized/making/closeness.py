@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.func import functional_call
 
-from pipeback.splitting.module_restore import untouched
+from pipeback.stages.run_modules import untouched
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.tracing.forms import floating, leaves, packed
 from pipeback.vectorized.tracing.graphs import Graph
@@ -46,7 +46,7 @@ def exactly(
     both = chain(stage.module.named_parameters(), stage.module.named_buffers())
     named = {name: _double(t).requires_grad_(t.requires_grad) for name, t in both}
     try:
-        with torch.enable_grad(), untouched(stage.module):
+        with torch.enable_grad(), untouched(stage):
             inputs = [_double(x).requires_grad_(floating(x.dtype)) for x in xs]
             ys = leaves(then(functional_call(stage.module, named, (packed([x.clone() for x in inputs], whole),))))
             trained = [named[name] for name, p in stage.module.named_parameters() if p.requires_grad]

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.splitting.module_restore import untouched
 from pipeback.stages.own_autocast import around
+from pipeback.stages.run_modules import untouched
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.making.closeness import differentiated
 from pipeback.vectorized.making.verify import example, examples, row
@@ -56,7 +56,7 @@ def gain(
     as_one = trial(graphs, weights, kind, device, rows=n, change=change)
     with ExitStack() as context:
         for stage in stages:
-            context.enter_context(untouched(stage.module))
+            context.enter_context(untouched(stage))
         times = seconds([apart, as_one], device)
     return times[0] / times[1]
 
@@ -81,7 +81,7 @@ def flush_gain(stage: Stage, graphs: Graphs, xs: Sequence[Tensor], device: torch
         for some, back in each:
             _by_autograd([stage], some, back, whole=whole)
 
-    with untouched(stage.module):
+    with untouched(stage):
         times = seconds([one_by_one, at_once], device)
     return times[0] * n / len(each) / times[1]
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from pipeback.private import listened
-from pipeback.splitting.module_restore import untouched
 from pipeback.stages.own_autocast import around, casting
+from pipeback.stages.run_modules import untouched
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.vectorized.buffers.ring_buffers import RingBuffers, unfolded
@@ -143,7 +143,7 @@ def _repeated(xs: Sequence[Tensor], rows: int) -> list[Tensor]:
 def judged_alike(stage: Stage, graph: Graph, x: Any, target: Any) -> None:
     """Raise `Unfit` unless the graph of the stage with the loss does what the stage does."""
     assert stage.loss is not None
-    with torch.enable_grad(), untouched(stage.module):
+    with torch.enable_grad(), untouched(stage):
         inputs = [v.detach().clone().requires_grad_(floating(v.dtype)) for v in leaves(x)]
         given = packed([v.clone() for v in inputs], type(x) is tuple)  # a copy: the module may change it in place
         with around(stage):
@@ -195,7 +195,7 @@ def losses_alike(stage: Stage, graph: Graph, xs: Sequence[Tensor], target: Tenso
     exact: list[Callable[[], Values | None]] = []
     rough = rounds(graph)
     for n in range(len(target)):
-        with torch.enable_grad(), untouched(stage.module):
+        with torch.enable_grad(), untouched(stage):
             inputs = [x[n].detach().clone().requires_grad_(floating(x.dtype)) for x in xs]
             with around(stage):
                 loss = stage.loss(stage.module(packed([v.clone() for v in inputs], whole)), target[n])
@@ -227,7 +227,7 @@ def check_plain(stages: Sequence[Stage], x: Any) -> Traits:
     states = [generator.get_state() for generator in draws]
     seen = [b._version for b in module.buffers()]
     given = [v.clone() for v in xs]
-    with untouched(module), accelerators.forked([xs[0].device]), torch.no_grad(), around(stages[0]):
+    with untouched(stages[0]), accelerators.forked([xs[0].device]), torch.no_grad(), around(stages[0]):
         ys = module(packed(given, type(x) is tuple))
         changed = seen != [b._version for b in module.buffers()]
         now = [generator.get_state() for generator in draws]
@@ -301,7 +301,7 @@ def _both(
     stage: Stage, module: Callable[[Any], Any], xs: Sequence[Tensor], gs: Sequence[Tensor], whole: bool
 ) -> tuple[tuple[Tensor, ...], list[Tensor | None]]:
     """Return a module's outputs for xs, and the gradients of the inputs and of the stage's weights."""
-    with torch.enable_grad(), untouched(stage.module):
+    with torch.enable_grad(), untouched(stage):
         inputs = [x.detach().clone().requires_grad_(floating(x.dtype)) for x in xs]
         with around(stage):
             ys = leaves(module(packed([x.clone() for x in inputs], whole)))  # copies: it may change them in place

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.splitting.module_restore import untouched
 from pipeback.stages.flight import Value
 from pipeback.stages.own_memory import apart
+from pipeback.stages.run_modules import untouched
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import to_device
@@ -28,7 +28,7 @@ class StageInputs:
         """Return what a stage makes of its input, or its loss. Nothing of the stage is changed."""
         self.values[stage.index] = value
         self._returned.clear()
-        with torch.enable_grad(), untouched(stage.module), accelerators.forked([stage.device]):
+        with torch.enable_grad(), untouched(stage), accelerators.forked([stage.device]):
             own, given = stage.enter(value)
             out = stage.run(given, to_device(stage.device, target)) if stage.judges else stage.module(given)
             ends = leaves(out)
