@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from pipeback.distributed.rank_runner import RankRunner
+from pipeback.pipeline import given_gradients
 from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine, Then
 from pipeback.pipeline.given_gradients import OWN, form_of, nothing, taken
@@ -88,7 +89,7 @@ class OutsideLoss:
         @engine.casting.around
         def judged(n: int, output: Any) -> Value:
             with telling(engine.ranks):
-                gradient = taken(judge(n, self._shown(output, xs[n])), form_of(output))
+                gradient = given_gradients.judged(judge(n, self._shown(output, xs[n])), output)
                 if nothing(gradient):
                     raise ValueError(
                         f"micro-batch {first + n}: the loss depends on no output, but where stages run as one, others "
