@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from pipeback.splitting import outside_draws
 from pipeback.splitting.segment import Segment
-from pipeback.stages.flight import Flight, Value, cut, grown
+from pipeback.stages.flight import Flight, Value, cut, for_trial, grown
 from pipeback.stages.module_settings import Settings
 from pipeback.stages.saved_graph import held_bytes
 from pipeback.stages.stage import Stage
@@ -119,7 +119,7 @@ def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
         stage.generator.set_state(state)
         with torch.set_grad_enabled(graph), _swapped(stage.module, others):
             try:
-                outputs.append(cut(stage.run(stage.enter(x)[1], target)))
+                outputs.append(cut(stage.run(stage.enter(x)[1], for_trial(stage, target))))
             except Exception:
                 if graph:
                     raise

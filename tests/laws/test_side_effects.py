@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.nn.functional import mse_loss
+from torch.nn.functional import cross_entropy, mse_loss
 from torch.utils.checkpoint import checkpoint
 
 import pipeback
@@ -54,7 +54,7 @@ class Block(nn.Module):
         return 0.0 if random.random() < 0.1 else 1.0
 
     def numpys(self):
-        return 0.0 if np.random.rand() < 0.1 else 1.0
+        return 0.0 if np.random.rand() < 0.1 else 1.0  # noqa: NPY002
 
 
 def trained(does, method="pb", loss=mse_loss, classes=False, pushes=4, **options):
@@ -65,7 +65,7 @@ def trained(does, method="pb", loss=mse_loss, classes=False, pushes=4, **options
         micro_batch_size=2, **options,
     )  # fmt: skip
     random.seed(0)
-    np.random.seed(0)
+    np.random.seed(0)  # noqa: NPY002
     numbers = torch.Generator().manual_seed(1)
     losses = []
     for _ in range(pushes):
@@ -101,9 +101,27 @@ def test_forwards_that_draw_outside_of_torch(does):
 
     def drawn(**options):
         _, told = trained(does, **options)
-        return [random.getstate(), *map(str, np.random.get_state())], told
+        return [random.getstate(), *map(str, np.random.get_state())], told  # noqa: NPY002
 
     wanted, _ = drawn()
     found, told = drawn(vectorize="auto")
     assert found == wanted
     assert "random numbers of Python or numpy" in told
+
+
+def counted(output, target):
+    target -= 1
+    return (cross_entropy if target.dim() == 1 else mse_loss)(output, target)
+
+
+def without(output, target):
+    return (cross_entropy if target.dim() == 1 else mse_loss)(output, target - 1)
+
+
+@pytest.mark.parametrize("classes", [True, False], ids=["classes", "numbers"])
+@pytest.mark.parametrize("method", ["pb", "gpipe"])
+@pytest.mark.parametrize("vectorize", [False, "auto"], ids=["one by one", "as one"])
+def test_losses_that_write_into_their_target(vectorize, method, classes):
+    wanted, _ = trained("plain", method, without, classes)
+    found, _ = trained("plain", method, counted, classes, vectorize=vectorize)
+    same(found, wanted)
