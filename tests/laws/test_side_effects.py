@@ -86,6 +86,8 @@ def trained(does, method="pb", loss=mse_loss, classes=False, pushes=4, **options
         ("first_call", "as one"),
         ("checkpoints", "decides what is kept for the backward"),
         ("anneals", "changes attributes of its module"),
+        ("anneals_privately", "changes attributes of its module"),
+        ("anneals_in_a_tuple", "changes attributes of its module"),
     ],
 )
 def test_forwards_with_side_effects(does, told):
