@@ -110,8 +110,10 @@ class Rehearsals:
         for stage in every:
             keep_settings(stage.flights.values(), stage.learnt.settings)
             stage.learn(settings=Settings.of(stage.module))
+        as_one = any(stage.stack is not None for stage in every)  # then the last stage may be a graph, too
         self._settings = [
-            (stage, Settings(stage.module.modules(), "numbers" if stage.stack is None else "all")) for stage in every
+            (stage, Settings(stage.module.modules(), "all" if stage.stack or (as_one and stage.last) else "numbers"))
+            for stage in every
         ]
         self._joined = Settings.joined(settings for _, settings in self._settings)
 

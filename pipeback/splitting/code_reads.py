@@ -22,12 +22,12 @@ class CodeReads(NamedTuple):
 
 
 @cache
-def code_reads(kind: Hashable) -> CodeReads:
-    """Return what the forward of a class of modules reads."""
+def code_reads(kind: Hashable, method: str = "forward") -> CodeReads:
+    """Return what the forward of a class of modules reads, or a method of another class."""
     assert isinstance(kind, type)
     names, variables = set[str](), dict[tuple[str, str], None]()
     spaces = [vars(each) for each in kind.__mro__ if each.__module__.partition(".")[0] not in ("torch", "builtins")]
-    seen, todo = set[Any](), [(f, 0) for f in _own(spaces, "forward")]
+    seen, todo = set[Any](), [(f, 0) for f in _own(spaces, method)]
     while todo:
         function, depth = todo.pop()
         if function.__code__ in seen:

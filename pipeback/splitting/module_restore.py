@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipeback.splitting.attribute_changes import Changed, FirstCall
 from pipeback.splitting.in_place import laid_back
 from pipeback.splitting.module_walk import identical, walked
-from pipeback.splitting.outside_draws import Generator, generators, read, torch_generators, write
+from pipeback.splitting.outside_draws import Generator, drawn, generators, read, torch_generators, write
 from pipeback.tensors.layout import put_back
 
 Home = tuple[dict[str, Tensor | None], str, Tensor, Tensor]  # (holder, name, buffer, copy of it)
@@ -44,6 +44,11 @@ class Untouched:
         self.generators = generators(modules) if outside is None else outside
         self._outside = [*self.generators, *torch_generators(modules)]
         self._states = read(self._outside)
+
+    @property
+    def drew(self) -> bool:
+        """Whether one of these generators has drawn since."""
+        return drawn(self._outside, self._states)
 
     def __enter__(self) -> list[Home]:
         return self.homes

@@ -15,7 +15,7 @@ from pipeback.private import casts_anywhere, catch
 from pipeback.stages.home import Repetition, StackedFlight
 from pipeback.stages.module_settings import Settings
 from pipeback.tensors import accelerators
-from pipeback.tensors.batches import whole
+from pipeback.tensors.batches import copied, whole
 from pipeback.tensors.copies import to_device
 from pipeback.tensors.weight_list import Weights
 
@@ -163,6 +163,11 @@ def reported(output: Value) -> Value:
 def for_loss(device: torch.device | None, target: Any) -> Any:
     """The target on the stage's device, in the structure in which it was pushed."""
     return whole(to_device(device, target))
+
+
+def for_trial(stage: Any, target: Any) -> Any:
+    """The target for a run of a stage that trains nothing: a copy, if its loss may write into it."""
+    return copied(target) if stage.judges else target
 
 
 class ActivationPolicy(Protocol):

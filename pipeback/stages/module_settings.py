@@ -7,34 +7,41 @@ A dropout probability is one of them. A pipeline is not told when one is set, so
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from operator import getitem
 from typing import Any, Literal
 
 from torch import nn
 
-SETTING = "__setting__"  # of a segment: how the whole model is set, by a number that holds in one process
-_PLAIN = int, float, str, type(None)  # bool is an int
+from pipeback.stages.read_values import SETTING, ReadValues
 
 
 class Settings:
     """Attributes of modules, as they are now.
 
     which: "modes" are the training modes of the modules, and of the model that a segment belongs to. "numbers" are the
-    other numbers; of the integers only 0 and 1, since the rest are widths and counts. "all" are numbers, strings and
-    functions: everything that graphs traced from these modules contain.
+    other numbers; of the integers only 0 and 1, since the rest are widths and counts. "all" is everything that graphs
+    traced from these modules contain (`ReadValues`); it can only be compared.
     """
 
     def __init__(self, modules: Iterable[nn.Module], which: Literal["modes", "numbers", "all"] = "numbers") -> None:
-        every = [vars(module) for module in modules]
-        found = [(home, key, value) for home in every for key, value in home.items() if _is(which, key, value)]
-        self._homes: list[dict[str, Any]] = [home for home, _, _ in found]
+        modules = list(modules)
+        every: list[Any] = [vars(module) for module in modules]
+        found: list[Any]
+        wants: list[Any] = [partial(_is, which)] * len(every)
+        if which == "all":
+            read = ReadValues(modules)
+            found, every, wants = read.found, [p.home for p in read.places], [p.wants for p in read.places]
+        else:
+            found = [(home, key, value) for home in every for key, value in home.items() if _is(which, key, value)]
+        self._homes: list[Any] = [home for home, _, _ in found]
         self._keys = [key for _, key, _ in found]
         self._values = [value for _, _, value in found]
         # an attribute that is set anew may hide one of the class
-        self._known: list[tuple[dict[str, Any], frozenset[str], str]] = (
-            [] if which == "modes" else [(home, frozenset(home), which) for home in every]
+        self._known: list[tuple[dict[str, Any], frozenset[str], Callable[[str, Any], bool]]] = (
+            [] if which == "modes" else [(home, frozenset(home), want) for home, want in zip(every, wants, strict=True)]
         )
         self._every, self._sizes = every, [len(home) for home in every]
 
@@ -59,8 +66,8 @@ class Settings:
     def changed(self) -> bool:
         """Whether one of the attributes has changed or is gone, or there is another one."""
         try:
-            other = list(map(getitem, self._homes, self._keys)) != self._values
-        except KeyError:
+            other = self._values != list(map(getitem, self._homes, self._keys))
+        except Exception:  # it is gone, or is something now that cannot be compared, such as a tensor
             return True
         return other or (list(map(len, self._every)) != self._sizes and any(True for _ in self._new()))
 
@@ -116,16 +123,14 @@ class Settings:
                 yield home, key
 
     def _new(self) -> Iterator[tuple[dict[str, Any], str]]:
-        for home, keys, which in self._known:
+        for home, keys, wants in self._known:
             if len(home) != len(keys):
-                yield from ((home, key) for key in home.keys() - keys if _is(which, key, home[key]))
+                yield from ((home, key) for key in home.keys() - keys if wants(key, home[key]))
 
 
 def _is(which: str, key: str, value: Any) -> bool:
     if which == "modes" or key == "training":
         return which == "modes" and key in ("training", SETTING)
-    if which == "all":
-        return key == SETTING or (not key.startswith("_") and (isinstance(value, _PLAIN) or callable(value)))
     return key != SETTING and (type(value) is float or (isinstance(value, int) and value in (0, 1)))
 
 

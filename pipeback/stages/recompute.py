@@ -23,7 +23,7 @@ from torch import Tensor
 from pipeback.splitting import outside_draws
 from pipeback.splitting.module_walk import held
 from pipeback.splitting.segment import Segment
-from pipeback.stages.flight import Flight, Value, cut, grown
+from pipeback.stages.flight import Flight, Value, cut, for_trial, grown
 from pipeback.stages.module_settings import Settings
 from pipeback.stages.run_modules import buffers_around, run_modules
 from pipeback.stages.saved_graph import held_bytes
@@ -131,7 +131,7 @@ def _learn(stage: Stage, x: Value, target: Any) -> tuple[list[str], bool]:
         outside_draws.write(own, drawn)
         with torch.set_grad_enabled(graph), _swapped(stage, others):
             try:
-                outputs.append(cut(stage.run(stage.enter(x)[1], target)))
+                outputs.append(cut(stage.run(stage.enter(x)[1], for_trial(stage, target))))
             except Exception:
                 if graph:
                     raise

@@ -33,7 +33,7 @@ from pipeback.stages import (
 )
 from pipeback.stages.compile_check import Refused, untouched
 from pipeback.stages.compiled import Compiled, faithful
-from pipeback.stages.flight import Flight, Root, Value, begins, cut, for_loss, grown, weighed
+from pipeback.stages.flight import Flight, Root, Value, begins, cut, for_loss, for_trial, grown, weighed
 from pipeback.stages.reach import reached
 from pipeback.stages.recomputed_functions import Afresh, looking
 from pipeback.stages.stage import Stage
@@ -134,7 +134,7 @@ def _learn(stage: Stage, value: Value, target: Any) -> None:
     copies = _copied(stage.enter(value)[1])
     try:
         with torch.no_grad():
-            _checked(stage, stage.run(copies, target), copies, target)
+            _checked(stage, stage.run(copies, for_trial(stage, target)), copies, target)
     except Exception:  # a loss may differentiate something itself, and whatever else fails does so once more
         stage.generator.set_state(before)
         copies = _copied(stage.enter(value)[1])
@@ -207,14 +207,15 @@ def _trial(stage: Stage, value: Value, target: Any) -> tuple[Flight, Value]:
     assert stage.keeping is not None
     with stage.random.at(stage.random.state):
         leaves, given = stage.enter(value)
-        flight = Flight(leaves, None, target if stage.judges else None, stage.version, type(value) is tuple)
+        mine = for_trial(stage, target) if stage.judges else None
+        flight = Flight(leaves, None, mine, stage.version, type(value) is tuple)
         stage.keeping.forward(stage, flight, given)
         return flight, flight.output if flight.again is None else flight.again(stage, flight)
 
 
 def _guarded(stage: Stage, given: Value, target: Any, which: str = "the first micro-batch") -> Value:
     try:
-        return stage.run(given, target)
+        return stage.run(given, for_trial(stage, target))
     except Refused:
         raise
     except Exception as error:
@@ -309,7 +310,8 @@ def _loss_alone(stage: Stage, value: Value, target: Any) -> float | None:
         def judged() -> float:
             begin = time.perf_counter()
             leaf = output.detach().requires_grad_()
-            known = loss(judged_output.structured(stage.module, given, leaf), for_loss(stage.device, target))
+            mine = for_loss(stage.device, for_trial(stage, target))
+            known = loss(judged_output.structured(stage.module, given, leaf), mine)
             torch.autograd.grad(known, leaf)
             return time.perf_counter() - begin
 

@@ -21,7 +21,7 @@ from pipeback.splitting.provenance import WEIGHTS, Provenance
 from pipeback.stages import saved_graph
 from pipeback.stages.compile_check import disturb, noise, untouched
 from pipeback.stages.compiled import Compiled
-from pipeback.stages.flight import Value, grown
+from pipeback.stages.flight import Value, for_trial, grown
 from pipeback.stages.recomputed_functions import Afresh, looking
 from pipeback.stages.stage import Stage
 from pipeback.tensors import copies
@@ -78,6 +78,7 @@ def _afresh(stage: Stage, value: Value, target: Any) -> bool:
 
 def _watched(stage: Stage, value: Value, target: Any) -> tuple[str, tuple[int, ...]] | None:
     """The first saved tensor that is computed from the weights alone: the node that saves it, and its shape."""
+    target = for_trial(stage, target)
     torch.clear_autocast_cache()  # or a cast that was made before would come from nowhere
     try:
         with untouched(stage), torch.enable_grad():
@@ -137,7 +138,7 @@ def _saved_floats(stage: Stage, x: Value, target: Any) -> list[tuple[str, Tensor
     with untouched(stage):  # the same buffers and masks each time
         stage.generator.manual_seed(0)
         _, given = stage.enter(x)
-        roots = grown(stage.run(given, target))
+        roots = grown(stage.run(given, for_trial(stage, target)))
     known = copies.storages(list(stage.module.parameters()))
     return [
         (name, t.detach().clone())

@@ -10,8 +10,10 @@ from torch.nn.functional import mse_loss
 import pipeback
 from pipeback import methods
 from pipeback.vectorized.making import closeness
+from pipeback.vectorized.making.graph_maker import GraphMaker
 from pipeback.vectorized.stacks import whole_cost
 from pipeback.vectorized.stacks.stack import Stack
+from pipeback.vectorized.tracing.capture import Unlike
 from tests.helpers.choice import diagonal, mostly_rare, rare
 from tests.laws.as_one import LEAP, Doubled, Pair, S, Summed, doubles, model, pipelines, pushed, same, trained
 from tests.laws.cases import CASES, OPTIMIZERS, network, pipeline, weights
@@ -309,3 +311,15 @@ def test_why_no_flush_is_done_as_a_whole():
     pipe = trained("one_f_one_b-3", some=doubles(8), vectorize=True, workers=2)[0]
     pipe.close()
     assert all("several workers do whole flushes of gpipe alone" in told for told in pipe.vectorized.values())
+
+
+def test_stages_that_turn_out_to_have_no_graphs_of_their_own(monkeypatch):
+    def single(*_):
+        raise Unlike("they compute now this, now that")
+
+    monkeypatch.setattr(GraphMaker, "single", single)
+    monkeypatch.setattr(whole_cost, "gain", lambda *_, **__: 2.0)
+    wanted = trained("pb", some=doubles(9))
+    found = trained("pb", some=doubles(9), vectorize="auto")
+    assert "now this, now that" in found[0].vectorized["stages 1 … 5"]
+    same(found[1:], wanted[1:])

@@ -17,7 +17,8 @@ from torch import Tensor
 from pipeback.stages.stage import Stage
 from pipeback.vectorized.making.bounded_cache import BoundedCache
 from pipeback.vectorized.making.resized import Otherwise, Resized
-from pipeback.vectorized.making.verify import captured, check_plain, losses_alike, shared_alike
+from pipeback.vectorized.making.side_effects import check_plain, traced
+from pipeback.vectorized.making.verify import captured, losses_alike, shared_alike
 from pipeback.vectorized.tracing.capture import capture_losses
 from pipeback.vectorized.tracing.forms import Kind, leaves, packed
 from pipeback.vectorized.tracing.graphs import Graph, Graphs, direct
@@ -109,9 +110,9 @@ class SharedLosses:
             [t.detach().unsqueeze(0).expand(count, *t.shape).contiguous() for t in some]
             for some in (self._xs, [self._target])
         )
-        return capture_losses(
-            stage.module, stage.loss, xs, target[0], whole=self.packed, clones=self._clones, casts=stage.learnt.casts
-        )
+        how: Any = {"whole": self.packed, "clones": self._clones, "casts": stage.learnt.casts}
+        with traced(stage.module):
+            return capture_losses(stage.module, stage.loss, xs, target[0], **how)
 
 
 def together(values: Sequence[Any]) -> list[Tensor]:

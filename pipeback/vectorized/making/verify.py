@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from pipeback.private import listened
 from pipeback.stages.own_autocast import around, casting
 from pipeback.stages.run_modules import untouched
 from pipeback.stages.stage import Stage
@@ -32,8 +31,9 @@ from pipeback.vectorized.making.closeness import (
     summed,
 )
 from pipeback.vectorized.making.known_graphs import known
+from pipeback.vectorized.making.side_effects import check_plain, traced
 from pipeback.vectorized.making.sizes import Sizes
-from pipeback.vectorized.tracing.capture import Traits, Unfit, Unlike, capture
+from pipeback.vectorized.tracing.capture import Unfit, Unlike, capture
 from pipeback.vectorized.tracing.forms import Kind, floating, leaves, packed
 from pipeback.vectorized.tracing.graphs import Graph, Graphs
 from pipeback.vectorized.tracing.split_graph import recomputing
@@ -101,7 +101,11 @@ def captured(
             traits = check_plain(stages, packed(xs, kind.packed))
         enters = len(stages) == 1 and not stages[0].index
         every, how = _repeated(xs, rows), (rows, kind.packed, enters, products, shared, kind.casts)
-        trace = partial(capture, like, named, every, traits, *how)
+
+        def trace() -> Graphs:
+            with traced(like):
+                return capture(like, named, every, traits, *how)
+
         if fresh:
             return trace()
         forms = tuple((t.shape, t.stride(), t.dtype, t.device, t.requires_grad) for t in (*weights, *every))
@@ -217,36 +221,6 @@ def _must_be_close(found: Values, wanted: Values, rough: bool, exact: Callable[[
         raise Unfit("several micro-batches at once compute something else")
 
 
-def check_plain(stages: Sequence[Stage], x: Any) -> Traits:
-    """Raise `Unfit` where a forward has side effects; return what else it does."""
-    module = stages[0].module
-    if any(listened(stage.module) for stage in stages):
-        raise Unfit("there are hooks on their modules or weights")
-    xs = leaves(x)
-    draws = [accelerators.generator(device) for device in (None, xs[0].device)]
-    states = [generator.get_state() for generator in draws]
-    seen = [b._version for b in module.buffers()]
-    given = [v.clone() for v in xs]
-    with untouched(stages[0]), accelerators.forked([xs[0].device]), torch.no_grad(), around(stages[0]):
-        ys = module(packed(given, type(x) is tuple))
-        changed = seen != [b._version for b in module.buffers()]
-        now = [generator.get_state() for generator in draws]
-    if changed:
-        raise Unfit("their forward changes a buffer, as batch normalisation does")
-    if not all(torch.equal(a, b) for a, b in zip(states, now, strict=True)):
-        raise Unfit("their forward draws random numbers")
-    if not all(isinstance(y, Tensor) for y in leaves(ys)):
-        raise Unfit(f"the output is a {type(ys).__name__}, and not a tensor or a tuple of tensors")
-    there = {t.untyped_storage().data_ptr() for t in (*given, *module.parameters(), *module.buffers())}
-    aliases = []
-    for y in leaves(ys):
-        place = y.untyped_storage().data_ptr()
-        aliases.append(place in there)
-        there.add(place)
-    dtypes = tuple(y.dtype for y in leaves(ys))
-    return Traits(any(v._version for v in given), tuple(aliases), dtypes, type(ys) is tuple)
-
-
 @in_full_precision
 def _prove(
     stages: Sequence[Stage],
@@ -279,7 +253,8 @@ def _prove(
             scaled = [scale * x if floating(x.dtype) else x for x in mine_x]
             own = partial(_computed, stage, stage.module, scaled, mine_g, whole)
             like = partial(_as, stages[-1].module, stage)
-            one, other = own(), _computed(stage, like, scaled, mine_g, whole)
+            with untouched(stages[-1]):
+                one, other = own(), _computed(stage, like, scaled, mine_g, whole)
             # kernels that add in any order have other bits at every call
             bits = all(map(same, one, other)) or all(map(same, one, own()))
             equal = same if bits else partial(near, rough=rough)

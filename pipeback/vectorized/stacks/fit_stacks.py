@@ -222,15 +222,14 @@ def _divided(
                 with asked.present(stack.stages):
                     _learn(stack, seen[0])
                     pays, told = _judged(stack, asked, shaper, leap=leap)
-            except Unfit as error:
-                pays, told, apart = False, str(error), apart and isinstance(error.__cause__, Unlike)
-            else:
                 told += "" if leap else f"; no tick is one function: {reason}"
                 timed = asked.vectorize == "auto" and not torch.are_deterministic_algorithms_enabled()
                 apart = apart and timed and not asked.flush
                 apart = apart and (
                     not pays or (asked.several == 0 and whole_cost.faster_apart(stack, asked.conditions, CLEARLY))
                 )
+            except Unfit as error:
+                pays, told, apart = False, str(error), apart and isinstance(error.__cause__, Unlike)
         if apart:
             waiting[:0] = [shaper.stack([stage]) for stage in stack.stages]
             continue

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.stages.flight import Value
+from pipeback.stages.flight import Value, for_trial
 from pipeback.stages.own_memory import apart
 from pipeback.stages.run_modules import untouched
 from pipeback.stages.stage import Stage
@@ -30,7 +30,8 @@ class StageInputs:
         self._returned.clear()
         with torch.enable_grad(), untouched(stage), accelerators.forked([stage.device]):
             own, given = stage.enter(value)
-            out = stage.run(given, to_device(stage.device, target)) if stage.judges else stage.module(given)
+            mine = to_device(stage.device, for_trial(stage, target))
+            out = stage.run(given, mine) if stage.judges else stage.module(given)
             ends = leaves(out)
             # the last stage may be compiled, and inductor keeps no graph for later
             self._reached[stage.index] = [_reached(y, own, again=n < len(ends)) for n, y in enumerate(ends, 1)]

@@ -62,7 +62,9 @@ def gain(stack: Stack, under: Conditions, *, whole: bool) -> float:
 
 
 def faster_apart(stack: Stack, under: Conditions, by: float) -> bool:
-    """Return whether each stage as a graph of its own is faster, by a factor, than all as one."""
+    """Return whether each stage as a graph of its own is faster, by a factor, than all as one. Raises `Unfit` where the
+    stages turn out to have no graphs of their own, as those of a forward that computes now this, now that.
+    """
     found = stack.maker.single(stack.known)
     if found is None or under.method.needs_entry:
         return False

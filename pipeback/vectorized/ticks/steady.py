@@ -23,7 +23,8 @@ from pipeback.vectorized.buffers.version_ring import EntryVersions
 from pipeback.vectorized.buffers.waiting import Waiting
 from pipeback.vectorized.making.bounded_cache import BoundedCache
 from pipeback.vectorized.making.graph_maker import Compile
-from pipeback.vectorized.making.verify import check_plain, judged_alike
+from pipeback.vectorized.making.side_effects import check_plain, traced
+from pipeback.vectorized.making.verify import judged_alike
 from pipeback.vectorized.stacks.eligible import leaps, torchs
 from pipeback.vectorized.stacks.stack import Stack
 from pipeback.vectorized.steps.asked_steps import AskedSteps
@@ -247,7 +248,8 @@ class Steady:
         if stage.loss is None:
             return OutputStage(stage, rows, x)
         clones = check_plain([stage], x).clones
-        graph = capture_loss_stage(stage.module, stage.loss, x, *target, clones=clones, casts=stage.learnt.casts)
+        with traced(stage.module):
+            graph = capture_loss_stage(stage.module, stage.loss, x, *target, clones=clones, casts=stage.learnt.casts)
         judged_alike(stage, graph, x, *target)
         return LossStage(stage, graph, rows, x, *target, check=self.worker.check_finite)
 
