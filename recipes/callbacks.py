@@ -17,7 +17,8 @@ from torch import Tensor
 class Measure(Callback):
     """Logs samples_seen and wall_time (seconds of training, without validation) beside every other number.
 
-    It also has Lightning validate at the end of each epoch, whatever the interval.
+    It also has Lightning validate at the end of each epoch and of the training, whatever the interval: what is saved at
+    validations is saved there, too.
     """
 
     def __init__(self) -> None:
@@ -34,7 +35,8 @@ class Measure(Callback):
     ) -> None:
         self.samples += length(batch)
         self._log(pl_module, on_step=True)
-        if trainer.is_last_batch and self._interval is None and not trainer.should_stop:
+        ends = trainer.is_last_batch or 0 <= trainer.max_steps <= trainer.global_step
+        if ends and self._interval is None and not trainer.should_stop:
             self._interval, trainer.val_check_batch = trainer.val_check_batch, 1
 
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, index: int) -> None:

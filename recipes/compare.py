@@ -19,22 +19,24 @@ from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from functools import partial
 from importlib.util import find_spec
+from itertools import dropwhile
 from pathlib import Path
 from typing import Any
 
 import hydra
-from hydra.core.config_store import ConfigStore
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig
 from rich.console import Console
 
 from pipeback.counts import counted
 from pipeback.recipes import build, forks
-from pipeback.recipes.command import mistakes, quoted, start
+from pipeback.recipes.command import mistakes, ordered, quoted, start
 from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, state
+from pipeback.recipes.method_entries import labels_of
 from pipeback.recipes.report import console as report_console
 from pipeback.recipes.report import literal, report
+from pipeback.recipes.run_checks import check_runs, check_words
 from pipeback.recipes.run_folders import Run, beside, place
 from pipeback.recipes.schemas import Compare, check
 from pipeback.recipes.train import as_yaml, quiet, task_of, trainer_of
@@ -52,19 +54,18 @@ OWN = re.compile(r"(methods|seeds|seed|jobs|again|out)=")  # options that are no
 
 def plan(config: Mapping[str, Any], words: list[str]) -> list[Run]:
     """List the runs. Every method is built once here, so that a mistake is reported before anything starts."""
-    if config["methods"] is not None and not config["methods"]:
-        raise ValueError("methods=[] compares nothing; write methods=all, or name some: methods=[sgd,pb]")
-    data = build.data(config["data"], config["batch_size"], config["seed"])
     every = FEW if config["quick"] and config["methods"] is None else ALL
-    asked = None if config["methods"] == "all" else config["methods"]
+    labels = labels_of(config["methods"], every, "compares")
+    chosen = config["methods"] not in (None, "all")
+    data = build.data(config["data"], config["batch_size"], config["seed"])
     first: dict[str, str] = {}  # the configurations of the first seed, by label
-    for label in map(entry, asked or every):
+    for label in labels:
         values = composed(words, label, config["seed"])
         written = as_yaml(values)
         try:
             task_of(values, data, trainer_of({**values, "logger": {}, "callbacks": {}})[0])
         except ValueError as error:
-            if asked is None and label != "sgd":  # sgd runs with any optimizer, so its error is an error of the config
+            if not chosen and label != "sgd":  # sgd runs with any optimizer, so its error is an error of the config
                 continue
             raise ValueError(str(error) if label in str(error) else f"{label}: {error}") from error
         first[label] = written
@@ -87,23 +88,17 @@ def text(words: list[str], label: str, seed: int) -> str:
     return as_yaml(composed(words, label, seed))
 
 
-def entry(method: Any) -> str:
-    """Return the name of an entry of the group method; for {pb: {slack: 1}} an entry pb-slack1 is made."""
-    if isinstance(method, str):
-        return method
-    if not isinstance(method, Mapping) or not all(isinstance(options, Mapping) for options in method.values()):
-        raise ValueError(f"methods: {method!r} is neither a name nor {{name: {{option: value}}}}")
-    ((name, options),) = method.items()
-    label = "-".join([name, *(f"{k}{v}" for k, v in options.items())])
-    ConfigStore.instance().store(group="method", name=label, node={"defaults": [name, "_self_"], **options})
-    return label
-
-
 def train_words(words: list[str], out: Path) -> list[str]:
     """Return the options as `pipeback train` takes them."""
     kept = [word for word in words if not OWN.match(word)]
     callbacks = [] if any(word.startswith("callbacks=") for word in kept) else ["callbacks=minimal"]
     return [*kept, *callbacks, f"out={literal(f'{out}/${{label}}-seed${{seed}}')}"]
+
+
+def of_hydra(words: list[str]) -> list[str]:
+    """The words of a command that are Hydra's own: its options, and where it looks for configs (--config-dir my)."""
+    flags = list(dropwhile(lambda word: not word.startswith("-"), ordered(words)))
+    return [*(word for word in words if re.match(r"\+*hydra[./]", word)), *flags]
 
 
 def launcher(words: list[str], jobs: int, console: Console) -> list[str]:
@@ -146,9 +141,10 @@ def compare(
     if todo:
         seeds = ",".join(dict.fromkeys(str(run.seed) for run in todo))
         labels = ",".join(dict.fromkeys(run.label for run in todo))
-        sweep = [f"seed={seeds}", f"method={labels}", f"hydra.sweep.dir={literal(str(out))}"]
+        label = "label='${hydra:runtime.choices.method}'"  # an experiment of the user's may set another
+        sweep = [f"seed={seeds}", f"method={labels}", label, f"hydra.sweep.dir={literal(str(out))}"]
         chosen = launcher(words, config["jobs"], console)
-        sys.argv[1:] = ["-m", *given, *sweep, *chosen]
+        sys.argv[1:] = ["-m", *given, *of_hydra(words), *sweep, *chosen]
         with (
             Live({run.out: f"{run.label} [dim]seed {run.seed}[/dim]" for run in todo}, console),
             forks.of_joblib() if chosen else nullcontext(),
@@ -174,6 +170,7 @@ def main() -> None:
         with mistakes("compare"):
             quiet()
             config = check(settings, Compare)
+            check_runs(config)
             given = train_words(list(HydraConfig.get().overrides.task), Path(config["out"]))
             runs = plan(config, given)
             others = beside(Path(config["out"]), runs, partial(text, given))
@@ -184,6 +181,7 @@ def main() -> None:
             raise ValueError(
                 f"{swept[0]}: it compares methods=[...] x seeds=; `pipeback train -m` sweeps over anything"
             )
+        check_words(words)
     sys.argv[1:] = words
     with stoppable("pipeback compare: stopped. The same command goes on: finished runs are taken over"):
         start("compare", task)

@@ -10,19 +10,19 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from pipeback.lightning import PipelineStrategy
-from pipeback.lightning.find_stages import find
 from pipeback.methods.base import Method
 from pipeback.recipes import build
 from pipeback.recipes.provenance import provenance
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.timeline import bubble, timeline
+from pipeback.splitting.split import Split
 
 MOST = 2000  # the most micro-batches for which the bubble is measured on the schedule
 
 
 def facts_of(
     config: Mapping[str, Any], trainer: Trainer, task: LightningModule, data: LightningDataModule, update_size: int,
-    hyperparameters: Mapping[str, Any],
+    hyperparameters: Mapping[str, Any], split: Split | None,
 ) -> dict[str, Any]:  # fmt: skip
     """Return facts by flat names. delays: of each stage, in updates. bubble: the idle share of one worker per stage."""
     strategy, samples = trainer.strategy, build.epoch_samples(data, config["batch_size"])
@@ -43,11 +43,11 @@ def facts_of(
         "threads": config["threads"],
         **provenance(trainer.strategy.root_device),
     }
-    if not isinstance(strategy, PipelineStrategy):
+    if split is None or not isinstance(strategy, PipelineStrategy):
         return known | {"runtime": "plain Lightning", "method_options": {}, "micro_batch_size": None, "stages": 1,
                         "delays": [0], "slack2": False}  # fmt: skip
     method = build.method(strategy.options.method)
-    stages = len(find(task, strategy.options.module, strategy.options.splitting).stages)
+    stages = len(split.parts)
     method.check_stages(stages)
     delays = method.delays(stages)
     count = math.ceil(samples / (config["micro_batch_size"] or config["batch_size"]))

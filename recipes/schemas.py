@@ -110,6 +110,9 @@ def check(config: DictConfig, options: type[Train] = Train) -> dict[str, Any]:
     result: dict[str, Any] = {str(k): expanded(v) for k, v in found.items()}
     for group in ("data", "model", "task", "optimizer", "method", "sparsity"):
         result[group] = entry(group, result[group])
+    for name in ("samples", "val_samples", "pairs"):
+        if "_target_" not in result["data"] and isinstance(number := result["data"].get(name), int):
+            at_least_one(f"data.{name}", number)
     check_sparsity_reaches(result["trainer"], result["sparsity"])
     return result
 

@@ -29,13 +29,15 @@ from rich.console import Console
 
 from pipeback.counts import counted
 from pipeback.recipes import build, forks
-from pipeback.recipes.command import mistakes, quoted, start
-from pipeback.recipes.compare import ALL, entry
+from pipeback.recipes.command import mistakes, quoted, start, suggestion
+from pipeback.recipes.compare import ALL
 from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, state
+from pipeback.recipes.method_entries import labels_of, typed
 from pipeback.recipes.provenance import provenance
 from pipeback.recipes.report import console as report_console
 from pipeback.recipes.report import literal
+from pipeback.recipes.run_checks import check_runs, check_words
 from pipeback.recipes.schemas import Sweep, check
 from pipeback.recipes.sweeps import table
 from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, axes, combinations, folder, plain, planned, rates_of
@@ -48,19 +50,17 @@ OWN_PLACE = re.compile(r"^((?:data\.\w+|out|reference)=).*/([^/]+)/?$")  # a fol
 
 def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
     """List the runs. Each method is built once with each choice of options, so that mistakes show before any run."""
-    asked, options = config["methods"], combinations(axes(config))
-    if asked is not None and not asked:
-        raise ValueError("methods=[] trains nothing; write methods=all, or name some: methods=[sgd,pb]")
-    every = asked is None or asked == "all"
-    out, labels = Path(config["out"]), [entry(method) for method in (ALL if every or asked is None else asked)]
+    options, labels = combinations(axes(config)), labels_of(config["methods"], ALL, "trains")
+    every, out = config["methods"] in (None, "all"), Path(config["out"])
 
     def compose(label: str, varied: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], str]:
         home = out / folder(label, varied, seed)
-        told = [f"{key}={value_of(value)}" for key, value in varied.items()]
+        told = [f"{key}={typed(value)}" for key, value in varied.items()]
         given = [*words, f"method={label}", *told, f"seed={seed}", f"label={label}", f"out={literal(str(home))}"]
         values = check(hydra.compose("train", given))
         return values, as_yaml(values)
 
+    check_reference(config["reference"], labels)
     if isinstance(config["rates"], Mapping) and (unknown := {*config["rates"]} - {*labels, *map(plain, labels)}):
         raise ValueError(
             f"rates: {', '.join(sorted(unknown))}: methods= has no such method; it has {', '.join(labels)}"
@@ -85,11 +85,20 @@ def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
     return planned(kept, range(config["seed"], config["seed"] + config["seeds"]), compose)
 
 
-def value_of(value: Any) -> str:
-    """A value as Hydra reads it."""
-    if value is None:
-        return "null"
-    return literal(value) if isinstance(value, str) else str(value)
+def check_reference(reference: str, labels: Sequence[str]) -> None:
+    """Raise ValueError if no run can be what slow-downs are related to. sgd is the default, and may be left out."""
+    if reference in ("sgd", *labels):
+        return
+    if not table.elsewhere(reference):
+        raise ValueError(
+            f"reference={reference} is neither a method of this sweep, which has {', '.join(labels)}, nor a folder "
+            f"with {table.FILE}{suggestion(reference, labels)}"
+        )
+    if not any(row.method == "sgd" for row in table.load(Path(reference) / table.FILE).rows):
+        raise ValueError(
+            f"reference={reference}: that sweep has no sgd; name one that has it, or a method of this one: "
+            f"reference={labels[0]}"
+        )
 
 
 def each(jobs: Sequence[Job], processes: int) -> Iterator[None]:
@@ -116,9 +125,16 @@ def sweep(jobs: Sequence[Job], config: Mapping[str, Any], words: Sequence[str], 
     told = shlex.join(["pipeback", "sweep", *map(public, words)])
     facts = {name: str(value) for name, value in provenance().items() if value is not None}
     reference = config["reference"]
-    several = config["micro_batch_size"] is not None and config["micro_batch_size"] < config["batch_size"]
+    batches = {job.values["batch_size"] for job in jobs if _several(job.values)}
     told_of = "sgd of another sweep" if table.elsewhere(reference) else reference
-    notes = table.notes(told_of, config["batch_size"] if several else None)
+    notes = table.notes(told_of, sorted(batches))
+    with mistakes("sweep"):
+        left = table.missing(file, jobs)
+    if left:
+        console.print(
+            f"{file} loses {counted(left, 'line')} of other runs, whose folders stay; out= of its own keeps both",
+            highlight=False,
+        )
 
     def write() -> None:
         rows, made = table.rows_of(jobs, reference), table.facts_of(jobs, facts)
@@ -134,6 +150,11 @@ def sweep(jobs: Sequence[Job], config: Mapping[str, Any], words: Sequence[str], 
         sys.exit("\n".join(f"{job.out.name} failed; {job.out / 'log.txt'} tells how" for job in failed))
 
 
+def _several(values: Mapping[str, Any]) -> bool:
+    """Whether a batch of a run is of several micro-batches."""
+    return values["micro_batch_size"] is not None and values["micro_batch_size"] < values["batch_size"]
+
+
 def public(word: str) -> str:
     """A word of the command without folders of this machine: data.root=/home/me/data -> data.root=data."""
     return PLACE.sub(r"\1", OWN_PLACE.sub(r"\1\2", word))
@@ -147,6 +168,7 @@ def main() -> None:
         with mistakes("sweep"):
             quiet()
             config = check(settings, Sweep)
+            check_runs(config)
             given = [word for word in HydraConfig.get().overrides.task if not OWN.match(word)]
             callbacks = [] if any(word.startswith("callbacks=") for word in given) else ["callbacks=sweep"]
             found.append((plan(config, [*given, *callbacks]), config))
@@ -154,13 +176,14 @@ def main() -> None:
     with mistakes("sweep"):
         if swept := [w for w in words if w in ("-m", "--multirun") or w.startswith("method=")]:
             raise ValueError(f"{swept[0]}: it sweeps methods=[...] x rates=[...] x vary={{...}} x seeds=")
-    typed, sys.argv[1:] = sys.argv[1:], words
+        check_words(words)
+    given, sys.argv[1:] = sys.argv[1:], words
     with stoppable("pipeback sweep: stopped. The same command goes on where each run was"):
         start("sweep", task)
         for jobs, config in found:  # empty if Hydra was asked for something else (--help, --cfg job)
             console = report_console()
             console.file = sys.stdout  # the present one: a run in this process has its own
-            sweep(jobs, config, typed, console)
+            sweep(jobs, config, given, console)
 
 
 if __name__ == "__main__":

@@ -33,16 +33,17 @@ from rich.console import Console
 import pipeback
 from pipeback.counts import counted
 from pipeback.lightning import PipelineMonitor, PipelineStrategy
-from pipeback.lightning.find_stages import find
 from pipeback.recipes import build
 from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
 from pipeback.recipes.facts import facts_of
+from pipeback.recipes.first_call import split_of
 from pipeback.recipes.job_folders import folder_for_each
 from pipeback.recipes.live import redraws
 from pipeback.recipes.logs import begin, end
 from pipeback.recipes.resident import resident
 from pipeback.recipes.schemas import check
+from pipeback.splitting.split import Split
 from pipeback.tensors.meta import absent
 
 # warnings that do not apply here: the data are in memory, and a folder is overwritten on purpose
@@ -62,8 +63,8 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
     data = build.data(config["data"], config["batch_size"], config["seed"])
     trainer, measure = trainer_of(config, more)
     before = resident("VmRSS")
-    task, size, hyperparameters = task_of(config, data, trainer)
-    facts = facts_of(config, trainer, task, data, size, hyperparameters)
+    task, size, hyperparameters, split = task_of(config, data, trainer)
+    facts = facts_of(config, trainer, task, data, size, hyperparameters, split)
 
     out = Path(config["out"])
     if trainer.is_global_zero:
@@ -132,8 +133,11 @@ def objects(group: str, config: Mapping[str, Any]) -> list[Any]:
 
 def task_of(
     config: Mapping[str, Any], data: LightningDataModule, trainer: Trainer
-) -> tuple[LightningModule, int, Record]:
-    """Return the LightningModule, the update size and the optimizer's options, and raise errors of all of them here."""
+) -> tuple[LightningModule, int, Record, Split | None]:
+    """Return the LightningModule, the update size, the optimizer's options and the stages, None without a pipeline.
+
+    Errors of all of them are raised here.
+    """
     pipeline = trainer.strategy if isinstance(trainer.strategy, PipelineStrategy) else None
     method = build.method(pipeline.options.method) if pipeline else None
     step = config["batch_size"] * trainer.accumulate_grad_batches
@@ -141,10 +145,10 @@ def task_of(
     optimizer, hyperparameters = build.optimizer(config["optimizer"], size)
     configured = build.scheduled(optimizer, config["optimizer"], batches_of(trainer, data, config["batch_size"]))
     task = build.task(config["task"], build.model(config["model"], build.facts(data), config["seed"]), configured)
-    if pipeline and method and not pipeline.several and not absent(task):
-        stages = find(task, pipeline.options.module, pipeline.options.splitting).stages
-        pipeback.Pipeline(stages, loss=None, optimizer=optimizer, method=method)  # for its checks; fit builds its own
-    return task, size, hyperparameters
+    split = split_of(task, trainer, data)
+    if pipeline and method and split and not pipeline.several and not absent(task):
+        pipeback.Pipeline(split, loss=None, optimizer=optimizer, method=method)  # for its checks; fit builds its own
+    return task, size, hyperparameters, split
 
 
 def batches_of(trainer: Trainer, data: LightningDataModule, batch_size: int) -> Callable[[], float]:

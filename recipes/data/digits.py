@@ -18,6 +18,7 @@ class Digits(Data):
     """
 
     validation_batch = 512
+    limits = "data.samples"
 
     def __init__(
         self,

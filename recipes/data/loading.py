@@ -73,9 +73,7 @@ class Data(LightningDataModule):
             self.parts = self.load()
             for name, part in zip(("training", "validation"), self.parts, strict=True):
                 if not len(part):
-                    raise ValueError(
-                        f"data={type(self).__name__}: no {name} samples are left; {self.limits} limit them"
-                    )
+                    raise ValueError(f"data={type(self).__name__}: no {name} samples are left by {self.limits}")
 
     @property
     def training(self) -> Samples:

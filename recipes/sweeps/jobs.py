@@ -16,9 +16,18 @@ import torch
 import yaml
 
 from pipeback.recipes.live import state
+from pipeback.recipes.method_entries import typed
 from pipeback.recipes.run_folders import config_in
 
 RATE = "optimizer.lr"
+OWN = {  # options that a sweep sets for each run, and what to give instead
+    "seed": "use seeds=",
+    "seeds": "use seeds= beside vary=",
+    "method": "use methods=",
+    "methods": "use methods= beside vary=",
+    "rates": "use rates= beside vary=",
+    **dict.fromkeys(("label", "out", "name", "ckpt_path", "vary", "jobs", "reference"), "leave it out of vary="),
+}
 PLACE = re.compile(r"(?<![\w.-])~?/(?:[^\s,:\[\]{}/]+/)*([^\s,:\[\]{}/]+)/?")  # a folder of this machine, and its name
 
 
@@ -41,7 +50,17 @@ class Job(NamedTuple):
 
 def axes(config: Mapping[str, Any]) -> dict[str, list[Any]]:
     """The options that are varied beside methods and seeds: name -> values. Raises ValueError for what is no list."""
+    if not isinstance(config["vary"], Mapping | None):
+        raise ValueError(
+            f"vary={typed(config['vary'])} must map options to lists of values, for example "
+            "'vary={batch_size:[16,32]}'"
+        )
     found = dict(config["vary"] or {})
+    for key in found:
+        if key in OWN:
+            raise ValueError(f"vary: {key} is set by the sweep itself, for each run; {OWN[key]}")
+    if RATE in found and config["rates"] is not None:
+        raise ValueError(f"vary: {RATE} is what rates= varies; leave one of both out, for example rates=null")
     if (rates := config["rates"]) is not None:
         by_method = rates.values() if isinstance(rates, Mapping) and rates else None
         found[RATE] = rates if by_method is None else list(dict.fromkeys(chain.from_iterable(map(_listed, by_method))))

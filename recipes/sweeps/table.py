@@ -107,7 +107,7 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
             slow, held = slow_down(mine, against.curve), held_out_slow_down(run.held_out, against.held_out)
         last = mine.updates[-1] if mine.updates else 0
         points = {at: mine.at(at) for at in POINTS if at <= last and math.isfinite(mine.at(at))}
-        options = {key: PLACE.sub(r"\1", str(value)) for key, value in job.options.items()}
+        options = _plain(job.options)
         facts = facts_in(job.out)
         found.append(
             Row(
@@ -116,6 +116,11 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
             )
         )  # fmt: skip
     return found
+
+
+def _plain(options: Mapping[str, Any]) -> dict[str, str]:
+    """Options as the file has them, without folders of this machine."""
+    return {key: PLACE.sub(r"\1", str(value)) for key, value in options.items()}
 
 
 def _time(facts: Mapping[str, Any]) -> float:
@@ -249,9 +254,10 @@ def _number(value: float | None, digits: int = DIGITS) -> str:
 BATCHES = "updates are counted in batches"  # so begins the note that they are
 
 
-def notes(reference: str, batch: int | None = None) -> list[str]:
-    """What the columns are. batch: samples of a batch of several updates, if it is: their mean loss is logged."""
-    counted = [] if batch is None else [f"{BATCHES} of {batch} samples, of several updates each"]
+def notes(reference: str, batches: Sequence[int] = ()) -> list[str]:
+    """What the columns are. batches: samples of batches of several updates, if there are: their mean loss is logged."""
+    sizes = " or ".join(map(str, batches))
+    counted = [f"{BATCHES} of {sizes} samples, of several updates each"] if batches else []
     return [
         f"train_loss and @N: the mean training loss of {SMOOTHED} updates, at the end and after N updates; slow_down: "
         f"updates until such a loss over those of {reference} at its best rate; held_out_slow_down: all updates over "
@@ -259,6 +265,14 @@ def notes(reference: str, batch: int | None = None) -> list[str]:
         "has a worker, in forwards and backwards of a sample at one stage",
         *counted,
     ]
+
+
+def missing(file: Path, jobs: Sequence[Job]) -> int:
+    """How many runs of a file of before are none of these; one of another configuration is not done."""
+    if not file.is_file():
+        return 0
+    here = [(job.label, _plain(job.options), job.seed) for job in jobs if job.done]
+    return sum((row.method, row.options, row.seed) not in here for row in load(file).rows)
 
 
 def load(file: Path) -> Results:

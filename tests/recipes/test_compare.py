@@ -83,6 +83,21 @@ def test_two_processes_give_the_same(forked, compared, no_report, tmp_path, monk
     assert yaml.safe_load((tmp_path / "here" / "multirun.yaml").read_text())["hydra"]["launcher"]["n_jobs"] == 2
 
 
+def test_runs_are_named_by_their_methods_whatever_an_experiment_calls_them(no_report, tmp_path):
+    """It lies in a folder that an option of Hydra names."""
+    (tmp_path / "my" / "experiment").mkdir(parents=True)
+    (tmp_path / "my" / "experiment" / "own.yaml").write_text("# @package _global_\nname: own\nlabel: mine\n")
+    words = ["--config-dir", "my", "experiment=own", "methods=[{pb:{}},{pb:{slack:1},sgd:{}}]", "jobs=1", "out=here"]
+    done = pipeback("compare", *TINY, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert {run.parent.name for run in tmp_path.glob("here/*/metrics.csv")} == {
+        "pb-seed0",
+        "pb-slack1-seed0",
+        "sgd-seed0",
+    }
+    assert "3 finished runs of this" in pipeback("compare", *TINY, *words, cwd=tmp_path).stdout
+
+
 def test_divergence_does_not_stop_the_others(tmp_path):
     options = ["methods=[sgd,{gpipe:{micro_batches:8}}]", "optimizer.lr=1e30", "jobs=1", "out=here"]
     done = pipeback("compare", *TINY, *options, cwd=tmp_path)
@@ -237,6 +252,13 @@ def test_live_shows_what_runs_tell(tmp_path):
         (["methods=[cerebas]"], "did you mean 'cerebras'?"),
         (["methods=[sgd,{pb:{slak:1}}]"], "did you mean 'method.slack'?"),
         (["methods=[{pb:1}]"], "neither a name nor"),
+        (["methods={pb:{slack:1}}"], "must be a list, in brackets; write 'methods=[{pb:{slack:1}}]'"),
+        (["methods=sgd"], "methods=sgd must be a list, in brackets; write methods=[sgd]"),
+        (["methods=[{pb:{}},cerebas]"], "did you mean 'cerebras'?"),
+        (["label=x"], "label=x would name every run alike; leave label= out"),
+        (["trainer=plain"], "trainer.strategy=auto has no pipeline, so that methods play no part"),
+        (["logger=none"], "choose logger=csv"),
+        (["logger=wandb_offline"], "logger= has no CSVLogger"),
         (["methods=[]"], "methods=[] compares nothing; write methods=all, or name some: methods=[sgd,pb]"),
         (["methods=[lwp]", "optimizer=adamw"], "momentum SGD"),
         (["methods=[eigendelay]"], "written for Adam and AdamW"),

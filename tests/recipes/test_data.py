@@ -284,6 +284,7 @@ def test_vocabulary_comes_from_the_training_pairs(tmp_path):
     ("name", "options", "messages"),
     [
         ("digits", {"root": "nowhere"}, ["data.root=nowhere", "digits.csv.gz"]),
+        ("digits", {"samples": 0}, ["no training samples are left by data.samples"]),
         ("digits", {"scaling": "loud"}, ["data.scaling", "'loud'"]),
         ("mnist", {"root": "nowhere"}, ["data.root=nowhere", "MNIST/raw", "data.download=true"]),
         ("fashion_mnist", {"root": "nowhere"}, ["data.root=nowhere", "FashionMNIST/raw", "data.download=true"]),

@@ -221,6 +221,21 @@ def test_several_processes_give_the_same_file(swept, tmp_path, monkeypatch):
     [
         (["methods=[cerebas]"], "did you mean 'cerebras'?"),
         (["methods=[]"], "methods=[] trains nothing; write methods=all, or name some: methods=[sgd,pb]"),
+        (["methods={pb:{slack:1},sgd:{}}"], "write 'methods=[{pb:{slack:1},sgd:{}}]'"),
+        (["label=x"], "leave label= out"),
+        (["logger=none"], "logger= has no CSVLogger"),
+        (["trainer=plain"], "methods play no part"),
+        (["vary={seed:[1,2]}"], "vary: seed is set by the sweep itself, for each run; use seeds="),
+        (["vary={method:[pb,sgd]}"], "use methods="),
+        (["vary={label:[a,b]}"], "leave it out of vary="),
+        (["vary={optimizer.lr:[0.1]}", "rates=[0.2]"], "optimizer.lr is what rates= varies"),
+        (["vary=[model.depth]"], "vary=[model.depth] must map options to lists of values"),
+        (
+            ["methods=[sgd,pb]", "reference=bp"],
+            "reference=bp is neither a method of this sweep, which has sgd, pb, nor",
+        ),
+        (["methods=[sgd,cerebras]", "reference=cerebas"], "did you mean 'cerebras'?"),
+        (["data.samples=-3"], "data.samples must be a whole number of at least 1, but is -3"),
         (["methods=[eigendelay]"], "written for Adam and AdamW"),
         (["rates=0.1"], "rates=0.1 must be a list of values, for example rates=[0.1]"),
         (["rates=[]"], "must be a list of values"),
@@ -250,6 +265,20 @@ def test_cures_work_as_typed(tmp_path):
         done = pipeback("sweep", *TINY, "methods=[sgd]", cure, "jobs=1", "out=here", cwd=tmp_path)
         assert done.returncode == 0, done.stderr
     assert {row.options.get("model.depth") for row in table.load(tmp_path / "here" / "results.csv").rows} == {"3"}
+
+
+def test_what_a_file_loses_is_said_and_batches_are_those_of_the_runs(tmp_path):
+    """Lines of another configuration, too, whose runs stay."""
+    words = [*TINY, "methods=[{sgd:{}},sgd]", "jobs=1", "out=here"]
+    done = pipeback("sweep", *words, "vary={batch_size:[32,48]}", cwd=tmp_path)
+    assert done.returncode == 0 and "loses" not in done.stdout, done.stderr
+    found = table.load(tmp_path / "here" / "results.csv")
+    assert "updates are counted in batches of 32 or 48 samples, of several updates each" in found.notes
+    again = pipeback("sweep", *words, "vary={batch_size:[48]}", cwd=tmp_path).stdout.replace("\n", " ")
+    assert "results.csv loses 1 line of other runs, whose folders stay; out= of its own keeps both" in again
+    other = pipeback("sweep", *words, "vary={batch_size:[48]}", "model.depth=3", cwd=tmp_path)
+    assert "loses 1 line" in other.stdout.replace("\n", " ")
+    assert len(list((tmp_path / "here").glob("*/progress.json"))) == 3
 
 
 def test_places_of_this_machine_are_left_out():
