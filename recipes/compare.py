@@ -170,7 +170,7 @@ def main() -> None:
         with mistakes("compare"):
             quiet()
             config = check(settings, Compare)
-            check_runs(config)
+            check_runs(config, offline=True)
             given = train_words(list(HydraConfig.get().overrides.task), Path(config["out"]))
             runs = plan(config, given)
             others = beside(Path(config["out"]), runs, partial(text, given))

@@ -12,8 +12,11 @@ def check_words(words: Sequence[str]) -> None:
         raise ValueError(f"{given[0]} would name every run alike; leave label= out: runs are named by their methods")
 
 
-def check_runs(config: Mapping[str, Any]) -> None:
-    """Raise ValueError if methods play no part in the runs, or if they leave nothing that is read afterwards."""
+def check_runs(config: Mapping[str, Any], offline: bool = False) -> None:
+    """Raise ValueError if methods play no part in the runs, or if they leave nothing that is read afterwards.
+
+    offline: whether runs of W&B that are offline are read, too.
+    """
     trainer, loggers = config["trainer"], (config["logger"] or {}).values()
     strategy = trainer.get("strategy") if isinstance(trainer, Mapping) else None
     if not isinstance(strategy, Mapping):
@@ -21,8 +24,13 @@ def check_runs(config: Mapping[str, Any]) -> None:
             f"trainer.strategy={strategy} has no pipeline, so that methods play no part; leave trainer=plain and "
             "trainer.strategy= out, or train one such run: pipeback train trainer=plain"
         )
-    if not any(str((each or {}).get("_target_", "")).endswith("CSVLogger") for each in loggers):
+    if not any(_read(each or {}, offline) for each in loggers):
         raise ValueError(
-            "logger= has no CSVLogger, but curves are read from the metrics.csv that it writes; choose logger=csv, or "
-            "logger=both, with W&B"
+            "logger= leaves no file that is read afterwards, as metrics.csv is, which a CSVLogger writes; choose "
+            "logger=csv, or logger=both, with W&B"
         )
+
+
+def _read(logger: Mapping[str, Any], offline: bool) -> bool:
+    kind = str(logger.get("_target_", "")).rpartition(".")[2]
+    return kind == "CSVLogger" or (offline and kind == "WandbLogger" and bool(logger.get("offline")))

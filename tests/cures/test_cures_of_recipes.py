@@ -72,8 +72,10 @@ def test_runs():
     refused(lambda: check_words(["label=x"]), "would name every run alike; leave label= out")
     check_words(["seeds=2"])
     refused(lambda: check_runs(config("auto", csv)), "play no part; leave trainer=plain and trainer.strategy= out")
-    refused(lambda: check_runs(config(own, "Other")), "has no CSVLogger, .* choose logger=csv, or logger=both")
+    refused(lambda: check_runs(config(own, "a.WandbLogger")), "leaves no file .* choose logger=csv, or logger=both")
     check_runs(config(own, csv))
+    refused(lambda: check_runs(config(own, "a.WandbLogger"), offline=True), "leaves no file")
+    check_runs({**config(own, csv), "logger": {"w": {"_target_": "a.WandbLogger", "offline": True}}}, offline=True)
 
 
 def test_reference(tmp_path):

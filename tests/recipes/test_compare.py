@@ -258,7 +258,7 @@ def test_live_shows_what_runs_tell(tmp_path):
         (["label=x"], "label=x would name every run alike; leave label= out"),
         (["trainer=plain"], "trainer.strategy=auto has no pipeline, so that methods play no part"),
         (["logger=none"], "choose logger=csv"),
-        (["logger=wandb_offline"], "logger= has no CSVLogger"),
+        (["logger=wandb"], "logger= leaves no file that is read"),
         (["methods=[]"], "methods=[] compares nothing; write methods=all, or name some: methods=[sgd,pb]"),
         (["methods=[lwp]", "optimizer=adamw"], "momentum SGD"),
         (["methods=[eigendelay]"], "written for Adam and AdamW"),

@@ -223,7 +223,7 @@ def test_several_processes_give_the_same_file(swept, tmp_path, monkeypatch):
         (["methods=[]"], "methods=[] trains nothing; write methods=all, or name some: methods=[sgd,pb]"),
         (["methods={pb:{slack:1},sgd:{}}"], "write 'methods=[{pb:{slack:1},sgd:{}}]'"),
         (["label=x"], "leave label= out"),
-        (["logger=none"], "logger= has no CSVLogger"),
+        (["logger=none"], "logger= leaves no file that is read"),
         (["trainer=plain"], "methods play no part"),
         (["vary={seed:[1,2]}"], "vary: seed is set by the sweep itself, for each run; use seeds="),
         (["vary={method:[pb,sgd]}"], "use methods="),
