@@ -107,6 +107,15 @@ def test_published_measurements(tmp_path):
     assert short.count("| yes |") == 3 and "| no" not in short
 
 
+def test_real_pipelines_of_any_optimizer(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeback.methods.available", lambda: ["pb", "interleaved", "zb_h1", "eigendelay"])
+    done = pipeback("plan", "validate", "pipelines", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(r"^\| `(\w+)`.* ([\d,]+) \| +([\d,]+) \|$", done.stdout, re.MULTILINE)
+    assert [name for name, *_ in shown] == ["pb", "interleaved", "eigendelay"]
+    assert all(measured == planned for _, measured, planned in shown)
+
+
 def test_runs_of_ones_own(tmp_path):
     own = tmp_path / "mine.csv"
     own.write_text(
