@@ -133,7 +133,8 @@ def compare(
         console.print(f"{counted(len(done), 'finished run')} of this configuration taken over", highlight=False)
     for each in todo:
         if each.out != each.home:
-            console.print(f"{each.home} holds another run, which stays: this one goes to {each.out}", highlight=False)
+            held = "an unfinished run" if each.stopped else "another run"
+            console.print(f"{each.home} holds {held}, which stays: this one goes to {each.out}", highlight=False)
     place_of, parent = {str(run.home): str(run.out) for run in todo}, os.getpid()
 
     def job(settings: DictConfig) -> None:

@@ -37,6 +37,7 @@ from pipeback.recipes.reports.heat_maps import MOST, fields
 from pipeback.recipes.reports.histories import WINDOWS
 from pipeback.recipes.reports.kinds import grids
 from pipeback.recipes.reports.runs import Method, gather
+from pipeback.recipes.reports.seeds import once
 from pipeback.recipes.reports.sheet import Sheet, markdown, save, terminal
 from pipeback.recipes.reports.sources import Run, read
 from pipeback.recipes.reports.style import Paint
@@ -58,8 +59,9 @@ def report(
     the reference.
     """
     runs, notes = read(sources)
+    runs, repeated = once(runs)
     methods = gather(runs)
-    notes += unfinished(methods)
+    notes += [*repeated, *unfinished(methods)]
     goal = to_reach(methods, target)
     found = tables(methods, goal)
     if (differ := differences(methods)) is not None:
