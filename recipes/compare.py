@@ -30,11 +30,11 @@ from rich.console import Console
 
 from pipeback.counts import counted
 from pipeback.recipes import build, forks
-from pipeback.recipes.command import mistakes, quoted, start
+from pipeback.recipes.command import literal, mistakes, quoted, start
 from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, state
 from pipeback.recipes.report import console as report_console
-from pipeback.recipes.report import literal, report
+from pipeback.recipes.report import report
 from pipeback.recipes.run_folders import Run, beside, place
 from pipeback.recipes.schemas import Compare, check
 from pipeback.recipes.train import as_yaml, quiet, task_of, trainer_of

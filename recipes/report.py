@@ -12,7 +12,6 @@ stages.csv.
 from __future__ import annotations
 
 import importlib.resources
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from rich.console import Console
 
 import pipeback
 from pipeback.counts import counted
-from pipeback.recipes.command import mistakes, plain, raising
+from pipeback.recipes.command import literal, mistakes, plain, raising
 from pipeback.recipes.command import quoted as quoted_option
 from pipeback.recipes.provenance import command as typed
 from pipeback.recipes.provenance import heading
@@ -191,13 +190,6 @@ def as_options(words: list[str]) -> list[str]:
             "which runs? Give run folders, or folders that hold them: pipeback report outputs/compare/digits"
         )
     return [*([f"runs=[{','.join(map(literal, paths))}]"] if paths else []), *rest]
-
-
-def literal(text: str) -> str:
-    """Return text as a value in Hydra's grammar, whatever characters it has."""
-    if re.fullmatch(r"[\w./-]+", text, re.ASCII):
-        return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 if __name__ == "__main__":

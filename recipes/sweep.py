@@ -29,13 +29,12 @@ from rich.console import Console
 
 from pipeback.counts import counted
 from pipeback.recipes import build, forks
-from pipeback.recipes.command import mistakes, quoted, start
+from pipeback.recipes.command import literal, mistakes, quoted, start
 from pipeback.recipes.compare import ALL, entry
 from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, state
 from pipeback.recipes.provenance import provenance
 from pipeback.recipes.report import console as report_console
-from pipeback.recipes.report import literal
 from pipeback.recipes.schemas import Sweep, check
 from pipeback.recipes.sweeps import table
 from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, axes, combinations, folder, plain, planned, rates_of
