@@ -19,7 +19,6 @@ Constants were fitted on vTrain's rows (`default`) and on every second row of ll
 
 from __future__ import annotations
 
-import csv
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeback.planner.candidates import Fixed
-from pipeback.planner.measured_runs import TABLES, run
+from pipeback.planner.measured_runs import TABLES
 from pipeback.planner.published import source
 from pipeback.planner.quantities import whole
 from pipeback.planner.routines import routine
@@ -126,10 +125,9 @@ def of_bubbles() -> list[Summary]:
 
 def of_steps(own: str = "") -> list[Summary]:
     if own:
-        with Path(own).expanduser().open(encoding="utf-8-sig") as lines:
-            runs = [run(row, {"device": "A100", "network": 25}) for row in csv.DictReader(
-                line for line in lines if not line.startswith("#"))]  # fmt: skip
-        mine = [Compared(described(one), one.seconds, one.predicted()) for one in runs]
+        from pipeback.recipes.planning.fit import own as runs_in
+
+        mine = [Compared(described(one), one.seconds, one.predicted()) for one in runs_in(own)]
         print(f"### Steps: {Path(own).name}\n\n{compared(mine, '.4g')}")
         return step_summary(Path(own).name, mine)
     found = []
