@@ -80,13 +80,14 @@ def mistakes(command: str) -> Iterator[None]:
 
 def mistaken(error: Exception) -> bool:
     """Whether an error is one of the input: an option, a file or a checkpoint; others are shown with a traceback."""
+    if isinstance(error, MISTAKES):
+        return True
     if isinstance(error, OSError):
         return error.filename is not None
     if isinstance(error, ImportError):
         return str(error).startswith("Error loading '")  # Hydra's, of a _target_
-    if isinstance(error, RuntimeError) and str(error).startswith(UNLOADED):
-        return naming("ckpt_path") is not None
-    return isinstance(error, MISTAKES)
+    unloaded = isinstance(error, RuntimeError) and str(error).startswith(UNLOADED)
+    return unloaded and naming("ckpt_path") is not None
 
 
 def naming(option: str = "", value: str = "") -> str | None:
