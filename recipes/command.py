@@ -13,9 +13,17 @@ from importlib.metadata import entry_points
 from typing import Any, NoReturn
 
 import hydra
+import yaml
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
-from hydra.errors import CompactHydraException, InstantiationException, MissingConfigException, OverrideParseException
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import (
+    CompactHydraException,
+    HydraException,
+    InstantiationException,
+    MissingConfigException,
+    OverrideParseException,
+)
 from hydra.utils import get_object
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -25,7 +33,9 @@ from pipeback.recipes.usage import grouped_usage
 
 TRACEBACK = "HYDRA_FULL_ERROR"  # if the user sets it to 1, Hydra and these commands show tracebacks
 ONE_LINE = "PIPEBACK_ONE_LINE"  # set if these commands set the other one, and not the user
-MISTAKES = (ValueError, TypeError, CompactHydraException, OmegaConfBaseException)
+MISTAKES = (ValueError, TypeError, CompactHydraException, OmegaConfBaseException, yaml.YAMLError)
+UNLOADED = "Error(s) in loading state_dict", "PytorchStreamReader failed"  # what torch says of a checkpoint
+LIBRARY = re.compile(r'(?:method=)?pipeback\.methods\.create\("lwp", form="weight"\)')  # method=lwp_w of a command
 
 
 def start(command: str, task: Callable[[DictConfig], Any], config: str | None = None) -> None:
@@ -62,10 +72,32 @@ def mistakes(command: str) -> Iterator[None]:
     full = os.environ.get(TRACEBACK) == "1" and ONE_LINE not in os.environ
     try:
         yield
-    except MISTAKES as error:
-        if full:
+    except Exception as error:
+        if full or not mistaken(error):
             raise
         fail(command, error)
+
+
+def mistaken(error: Exception) -> bool:
+    """Whether an error is one of the input: an option, a file or a checkpoint; others are shown with a traceback."""
+    if isinstance(error, MISTAKES):
+        return True
+    if isinstance(error, OSError):
+        return error.filename is not None
+    if isinstance(error, ImportError):
+        return str(error).startswith("Error loading '")  # Hydra's, of a _target_
+    unloaded = isinstance(error, RuntimeError) and str(error).startswith(UNLOADED)
+    return unloaded and naming("ckpt_path") is not None
+
+
+def naming(option: str = "", value: str = "") -> str | None:
+    """Return option=value as it was typed, of the option with this name, or of one whose value begins the path."""
+    for word in sys.argv[1:]:
+        key, equals, given = word.partition("=")
+        given = given.strip("'\"")
+        if equals and given and (key == option or (value and f"{value}/".startswith(f"{given.rstrip('/')}/"))):
+            return f"{key}={given}"
+    return None
 
 
 def ordered(words: list[str]) -> list[str]:
@@ -76,10 +108,31 @@ def ordered(words: list[str]) -> list[str]:
 
 
 def quoted(word: str) -> str:
-    """Quote a value with another = or a ~ in it, as the grammar of Hydra demands: ckpt_path=epoch=3.ckpt, out=~/out."""
+    """Quote a value that the grammar of Hydra would not take: ckpt_path=epoch=3.ckpt, out=~/out, out=Größe, title=a&b.
+
+    What stands in brackets, braces or quotes is left as it is, and values between commas are quoted one by one.
+    """
     key, equals, value = word.partition("=")
-    bare = re.fullmatch(r"[^'\"{}\[\](),$\\]*[=~][^'\"{}\[\](),$\\]*", value)
-    return f"{key}='{value}'" if equals and bare and not key.startswith("-") else word
+    if not equals or key.startswith("-") or value[:1] in tuple("'\"[{") or read(word):
+        return word
+    found = f"{key}={','.join(part if read(f'{key}={part}') else literal(part.strip()) for part in value.split(','))}"
+    return found if read(found) else word
+
+
+def read(word: str) -> bool:
+    """Whether Hydra can read an override."""
+    try:
+        OverridesParser.create().parse_override(word)
+    except HydraException:
+        return False
+    return True
+
+
+def literal(text: str) -> str:
+    """Return text as a value in Hydra's grammar, whatever characters it has."""
+    if re.fullmatch(r"[\w./-]+", text, re.ASCII):
+        return text
+    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 def offer_installed_methods() -> None:
@@ -97,7 +150,15 @@ def fail(command: str, error: BaseException | str) -> NoReturn:
 
 def explained(error: BaseException) -> str:
     """Say in one line what is wrong and what was probably meant."""
-    text, cause = in_one_line(error), error.__cause__
+    text, cause = LIBRARY.sub("method=lwp_w", in_one_line(error)), error.__cause__
+    if isinstance(error, OSError) and error.filename is not None:
+        option = naming(value=str(error.filename))
+        return f"{f'{option}: ' if option else ''}{error.filename}: {error.strerror}"
+    if isinstance(error, yaml.YAMLError):
+        return f"a file of the configuration is not YAML: {text}"
+    if isinstance(error, RuntimeError) and text.startswith(UNLOADED):
+        told = text if len(text) < 160 else f"{text[:160]}…"
+        return f"{naming('ckpt_path')} does not fit: give the options of its run, which its config.yaml has ({told})"
     if isinstance(error, MissingConfigException) and error.missing_cfg_file and error.options:
         group, _, name = error.missing_cfg_file.rpartition("/")
         return f"there is no {group}={name}{suggestion(name, error.options)}; there are {', '.join(error.options)}"
@@ -143,6 +204,9 @@ def no_option(key: str, there: Iterable[Any]) -> str:
         return f"{key} is an option of `pipeback compare`, not of this command"
     if not prefix and name in inside:
         return f"there is no option {key}; did you mean {inside[name]!r}?"
+    if isinstance(values.get("_target_"), str) and name in inspect.signature(get_object(values["_target_"])).parameters:
+        taken = f"{values['_target_'].rpartition('.')[2]} takes it"
+        return f"there is no option {key} in the configuration, but {taken}; write +{key}=... to add it"
     if near := suggestion(name, known, prefix + dot):
         return f"there is no option {key}{near}"
     return f"there is no option {key}; there are {', '.join(prefix + dot + k for k in known)}"

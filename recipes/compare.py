@@ -30,12 +30,12 @@ from rich.console import Console
 
 from pipeback.counts import counted
 from pipeback.recipes import build, forks
-from pipeback.recipes.command import mistakes, ordered, quoted, start
+from pipeback.recipes.command import literal, mistakes, ordered, quoted, start
 from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, state
 from pipeback.recipes.method_entries import labels_of
 from pipeback.recipes.report import console as report_console
-from pipeback.recipes.report import literal, report
+from pipeback.recipes.report import report
 from pipeback.recipes.run_checks import check_runs, check_words
 from pipeback.recipes.run_folders import Run, beside, place
 from pipeback.recipes.schemas import Compare, check
@@ -128,7 +128,8 @@ def compare(
         console.print(f"{counted(len(done), 'finished run')} of this configuration taken over", highlight=False)
     for each in todo:
         if each.out != each.home:
-            console.print(f"{each.home} holds another run, which stays: this one goes to {each.out}", highlight=False)
+            held = "an unfinished run" if each.stopped else "another run"
+            console.print(f"{each.home} holds {held}, which stays: this one goes to {each.out}", highlight=False)
     place_of, parent = {str(run.home): str(run.out) for run in todo}, os.getpid()
 
     def job(settings: DictConfig) -> None:

@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
@@ -47,6 +47,18 @@ def stoppable(said: str) -> Iterator[None]:
             end()
         for each, handler in before.items():
             signal.signal(each, handler)
+
+
+@contextmanager
+def ending(say: Callable[[], str]) -> Iterator[None]:
+    """A context in which Ctrl-C ends the process with 130 and what `say` returns; for Lightning, which ends with 1."""
+    try:
+        yield
+    except (KeyboardInterrupt, SystemExit) as error:
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        print(f"\n{say()}", file=sys.stderr, flush=True)
+        raise SystemExit(128 + signal.SIGINT) from None
 
 
 def follow(parent: int) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,26 @@ def begin(loggers: Iterable[Logger], facts: Mapping[str, Any], ckpt_path: str | 
     """Log the facts; a run that resumes from a checkpoint keeps the rows from before it."""
     for logger in loggers:
         before = rows_before(ckpt_path, Path(logger.log_dir)) if isinstance(logger, CSVLogger) else []
-        logger.log_hyperparams(dict(facts))
+        with reachable(logger):
+            logger.log_hyperparams(dict(facts))
         for step, row in before:
             logger.log_metrics(row, step)
         if isinstance(logger, WandbLogger):
             for axis in AXES:
                 logger.experiment.define_metric(axis)
+
+
+@contextmanager
+def reachable(logger: Logger) -> Iterator[None]:
+    """A context in which W&B's own errors, as before a login, are mistakes in the input."""
+    try:
+        yield
+    except Exception as error:
+        if not isinstance(logger, WandbLogger) or not type(error).__module__.startswith("wandb."):
+            raise
+        raise ValueError(
+            f"logger: W&B says {str(error)!r}; without it, give logger=wandb_offline or logger=csv"
+        ) from error
 
 
 def rows_before(ckpt_path: str | None, folder: Path) -> list[tuple[int, dict[str, float]]]:

@@ -12,7 +12,6 @@ stages.csv.
 from __future__ import annotations
 
 import importlib.resources
-import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +26,7 @@ from rich.console import Console
 
 import pipeback
 from pipeback.counts import counted
-from pipeback.recipes.command import mistakes, plain, raising
+from pipeback.recipes.command import literal, mistakes, plain, raising
 from pipeback.recipes.command import quoted as quoted_option
 from pipeback.recipes.provenance import command as typed
 from pipeback.recipes.provenance import heading
@@ -37,6 +36,7 @@ from pipeback.recipes.reports.heat_maps import MOST, fields
 from pipeback.recipes.reports.histories import WINDOWS
 from pipeback.recipes.reports.kinds import grids
 from pipeback.recipes.reports.runs import Method, gather
+from pipeback.recipes.reports.seeds import once
 from pipeback.recipes.reports.sheet import Sheet, markdown, save, terminal
 from pipeback.recipes.reports.sources import Run, read
 from pipeback.recipes.reports.style import Paint
@@ -58,8 +58,9 @@ def report(
     the reference.
     """
     runs, notes = read(sources)
+    runs, repeated = once(runs)
     methods = gather(runs)
-    notes += unfinished(methods)
+    notes += [*repeated, *unfinished(methods)]
     goal = to_reach(methods, target)
     found = tables(methods, goal)
     if (differ := differences(methods)) is not None:
@@ -189,13 +190,6 @@ def as_options(words: list[str]) -> list[str]:
             "which runs? Give run folders, or folders that hold them: pipeback report outputs/compare/digits"
         )
     return [*([f"runs=[{','.join(map(literal, paths))}]"] if paths else []), *rest]
-
-
-def literal(text: str) -> str:
-    """Return text as a value in Hydra's grammar, whatever characters it has."""
-    if re.fullmatch(r"[\w./-]+", text, re.ASCII):
-        return text
-    return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
 if __name__ == "__main__":

@@ -19,13 +19,17 @@ Compose = Callable[[str, int], str]  # (label, seed) -> the configuration of tha
 
 
 class Run(NamedTuple):
-    """A run of a comparison. home: the folder that its configuration names. out: where it goes, or lies already."""
+    """A run of a comparison. home: the folder that its configuration names. out: where it goes, or lies already.
+
+    stopped: whether `home` holds a run of this configuration that did not end.
+    """
 
     label: str
     seed: int
     home: Path
     out: Path
     done: bool
+    stopped: bool = False
 
 
 def place(label: str, seed: int, home: Path, text: str, again: bool) -> Run:
@@ -33,7 +37,7 @@ def place(label: str, seed: int, home: Path, text: str, again: bool) -> Run:
     for n in count(1):
         out = home if n == 1 else home.with_name(f"{home.name}-{n}")
         if not _written(out):
-            return Run(label, seed, home, out, done=False)
+            return Run(label, seed, home, out, done=False, stopped=alike(home, text) and not same(home, text))
         if not again and same(out, text):
             return Run(label, seed, home, out, done=True)
     raise AssertionError
@@ -56,10 +60,13 @@ def beside(out: Path, runs: list[Run], compose: Compose) -> list[Path]:
 
 
 def same(folder: Path, text: str) -> bool:
-    """Whether a finished run of this configuration lies there; its own folder is not part of a configuration."""
-    return state(folder).get("state") in ("finished", "diverged") and _plain(config_in(folder)) == _plain(
-        yaml.safe_load(text)
-    )
+    """Whether a finished run of this configuration lies there."""
+    return state(folder).get("state") in ("finished", "diverged") and alike(folder, text)
+
+
+def alike(folder: Path, text: str) -> bool:
+    """Whether a run of this configuration lies there; its own folder is not part of a configuration."""
+    return _plain(config_in(folder)) == _plain(yaml.safe_load(text))
 
 
 def _written(folder: Path) -> bool:

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass as schema
 from dataclasses import field, fields, make_dataclass
+from pathlib import Path
 from typing import Any, Optional, Union
 
 import torch
@@ -52,6 +53,10 @@ class Train:
     def __post_init__(self) -> None:
         for name in ("epochs", "max_steps", "batch_size", "micro_batch_size", "threads"):
             at_least_one(name, getattr(self, name))
+        if not 0 <= self.seed < 2**32:
+            raise ValueError(f"seed must be a whole number from 0 to {2**32 - 1}, but is {self.seed}")
+        check_folder(self.out)
+        check_checkpoint(self.ckpt_path)
         if self.validate_every <= 0 or (isinstance(self.validate_every, float) and self.validate_every > 1):
             raise ValueError(
                 f"validate_every={self.validate_every} must be a fraction of an epoch, above 0 and up to 1.0, or a "
@@ -92,6 +97,25 @@ class Sweep(Train):
 def at_least_one(name: str, value: int | None) -> None:
     if value is not None and value < 1:
         raise ValueError(f"{name} must be a whole number of at least 1, but is {value}")
+
+
+def check_folder(out: str) -> None:
+    """Raise ValueError if no folder can be made there."""
+    if not out.strip():
+        raise ValueError("out= names no folder; leave it out, or write for example out=outputs/mine")
+    folder = Path(expanded(out))
+    there = next((each for each in (folder, *folder.parents) if each.exists()), folder)
+    if there.exists() and not there.is_dir():
+        raise ValueError(f"out={out}: {there} is a file, and a run needs a folder; give another out=")
+
+
+def check_checkpoint(ckpt_path: str | None) -> None:
+    """Raise ValueError for a file that torch has not saved; whether it is there is asked later."""
+    if ckpt_path is None or not Path(expanded(ckpt_path)).is_file():
+        return
+    with open(expanded(ckpt_path), "rb") as file:
+        if not file.read(2).startswith((b"PK", b"\x80")):  # a zip file, or a pickle as torch once wrote
+            raise ValueError(f"ckpt_path={ckpt_path} is no checkpoint; give one that a run wrote, as its last.ckpt")
 
 
 # arguments that the commands pass themselves, and options that are not passed on
@@ -166,6 +190,9 @@ def entry(group: str, options: Any) -> dict[str, Any]:
     made = signature_of(group, options["name"])
     found = OmegaConf.to_container(typed(made, rest, f"{group}."), resolve=True) if made else dict(options)
     assert isinstance(found, dict)
+    for name, value in found.items() if group == "model" else ():
+        if type(value) is int and value < (least := int(name != "depth")):
+            raise ValueError(f"model.{name!s} must be a whole number of at least {least}, but is {value}")
     return {"name": options["name"], **{str(k): v for k, v in found.items() if k in options and k != "name"}}
 
 

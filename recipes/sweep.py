@@ -29,14 +29,13 @@ from rich.console import Console
 
 from pipeback.counts import counted
 from pipeback.recipes import build, forks
-from pipeback.recipes.command import mistakes, quoted, start, suggestion
+from pipeback.recipes.command import literal, mistakes, quoted, start, suggestion
 from pipeback.recipes.compare import ALL
 from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, state
 from pipeback.recipes.method_entries import labels_of, typed
 from pipeback.recipes.provenance import provenance
 from pipeback.recipes.report import console as report_console
-from pipeback.recipes.report import literal
 from pipeback.recipes.run_checks import check_runs, check_words
 from pipeback.recipes.schemas import Sweep, check
 from pipeback.recipes.sweeps import table

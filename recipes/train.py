@@ -13,7 +13,9 @@ from __future__ import annotations
 
 import logging
 import math
+import shlex
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
@@ -38,6 +40,7 @@ from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
 from pipeback.recipes.facts import facts_of
 from pipeback.recipes.first_call import split_of
+from pipeback.recipes.interrupts import ending
 from pipeback.recipes.job_folders import folder_for_each
 from pipeback.recipes.live import redraws
 from pipeback.recipes.logs import begin, end
@@ -207,11 +210,21 @@ def job(config: DictConfig) -> None:
         quiet()
         say = rank_zero_only(Console(highlight=False, soft_wrap=True).print)
         try:
-            run(values, say=say)
+            with ending(partial(stopped, Path(values["out"]), time.time())):
+                run(values, say=say)
         except MisconfigurationException as error:  # Lightning's error for a mistake of the user
             raise ValueError(str(error)) from error
-        shown = f"; `pipeback report {values['out']}` shows it" if values["logger"] else ""
+        shown = f"; `pipeback report {shlex.quote(values['out'])}` shows it" if values["logger"] else ""
         say(f"written to {values['out']}{shown}")
+
+
+def stopped(out: Path, since: float) -> str:
+    """Say how a run that Ctrl-C has ended goes on. since: when it began; older checkpoints are of another run."""
+    last = out / "checkpoints" / "last.ckpt"
+    if not last.is_file() or last.stat().st_mtime < since:
+        return "pipeback train: stopped before the first checkpoint"
+    told = shlex.quote(f"ckpt_path={last}")
+    return f"pipeback train: stopped. The same command with {told} goes on"
 
 
 def main() -> None:

@@ -63,6 +63,8 @@ class Estimate(NamedTuple):
             return option.technique.name
         if option.store != "device":
             return "streaming"
+        if option.devices == 1:
+            return "one device"
         return "sharded" if option.shard == "all" else "data parallel" if option.data > 1 else "tensor parallel"
 
     @property

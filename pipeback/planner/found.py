@@ -13,9 +13,10 @@ from pipeback.planner.quantities import days, gigabytes, large
 
 HEAD = (
     "", "method", "data × pipe × tensor", "micro-batches", "recompute", "weights", "s/update", "bubble %", "waiting %",
-    "MFU %", "GB device", "GB host", "GB disk", "D", "slow", "to target", "device-days", "binds",
+    "MFU %", "GB device", "GB host", "GB disk", "D", "slow", "to target", "device-days", "cost",
+    "binds",
 )  # fmt: skip
-WORDS = (1, 2, 3, 4, 5, 17)  # the columns that are no numbers
+WORDS = (1, 2, 3, 4, 5, 18)  # the columns that are no numbers
 ALWAYS = 5  # the columns that are always shown
 NOTHING = {"", "0.0", "0", "1.00", "device"}
 
@@ -152,9 +153,18 @@ def row(n: int, one: Estimate) -> tuple[str, ...]:
         str(option.delay),
         f"{one.slow.factor:.2f}",
         days(one.days * 86_400),
-        f"{one.device_days:,.0f}",
+        amount(one.device_days),
+        amount(one.cost) if one.cost else "",
         one.binds,
     )
+
+
+def amount(value: float) -> str:
+    """
+    >>> amount(0.4), amount(7.26), amount(1234.5)
+    ('0.4', '7.26', '1,234')
+    """
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def plain(one: Estimate) -> dict[str, Any]:

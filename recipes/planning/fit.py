@@ -74,9 +74,7 @@ def crossed(runs: Sequence[MeasuredRun], weights: Sequence[float]) -> list[str]:
 def data(options: dict[str, str]) -> tuple[list[MeasuredRun], list[float], str]:
     """The runs to fit on, their weights, and what they are."""
     if rows := options.get("rows"):
-        with Path(rows).expanduser().open(encoding="utf-8-sig") as lines:
-            given = {"device": "A100", "network": 25}
-            runs = [run(row, given) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
+        runs = own(rows)
         return runs, [1.0] * len(runs), f"{len(runs)} runs of {Path(rows).name}"
     if table := options.get("table"):
         every = measured_runs(catalogue.key("table", table, TABLES))
@@ -84,6 +82,16 @@ def data(options: dict[str, str]) -> tuple[list[MeasuredRun], list[float], str]:
     many, single = measured_runs("vtrain_multi"), measured_runs("vtrain_single")[::EVERY]
     told = f"{len(many)} runs of vTrain's ground_truth_multi and {len(single)} of its ground_truth_single"
     return [*many, *single], [1.0] * len(many) + [SINGLE] * len(single), told
+
+
+def own(rows: str) -> list[MeasuredRun]:
+    """The runs in a file of the user's own. Raises ValueError, with the option, where it cannot be opened."""
+    given = {"device": "A100", "network": 25}
+    try:
+        lines = Path(rows).expanduser().read_text(encoding="utf-8-sig").splitlines()
+    except OSError as error:
+        raise ValueError(f"rows={rows}: {error.strerror}; give a CSV file of measured runs") from error
+    return [run(row, given) for row in csv.DictReader(line for line in lines if not line.startswith("#"))]
 
 
 def fitted(runs: Sequence[MeasuredRun], weights: Sequence[float]) -> Constants:

@@ -10,7 +10,7 @@ steps       seconds per step, by the cost model
 memory      GiB per device of Korthikanti et al.
 search      CPU seconds of a search over 1,024 devices
 simulation  CPU seconds of a simulation of 1,000 stages and 10,000 micro-batches
-pipelines   bytes of real pipelines, for every method of pipeback, beside the planner's
+pipelines   bytes of real pipelines, for every method whose backward is whole, beside the planner's
 ranks       gpipe, one_f_one_b and pb on two processes, beside the simulation of costs that one process has
 streaming   from how many micro-batches on streaming hides here, beside the edge that is predicted
 
@@ -19,7 +19,6 @@ Constants were fitted on vTrain's rows (`default`) and on every second row of ll
 
 from __future__ import annotations
 
-import csv
 import statistics
 import sys
 import time
@@ -29,7 +28,7 @@ from pathlib import Path
 from rich.console import Console
 
 from pipeback.planner.candidates import Fixed
-from pipeback.planner.measured_runs import TABLES, run
+from pipeback.planner.measured_runs import TABLES
 from pipeback.planner.published import source
 from pipeback.planner.quantities import whole
 from pipeback.planner.routines import routine
@@ -126,10 +125,9 @@ def of_bubbles() -> list[Summary]:
 
 def of_steps(own: str = "") -> list[Summary]:
     if own:
-        with Path(own).expanduser().open(encoding="utf-8-sig") as lines:
-            runs = [run(row, {"device": "A100", "network": 25}) for row in csv.DictReader(
-                line for line in lines if not line.startswith("#"))]  # fmt: skip
-        mine = [Compared(described(one), one.seconds, one.predicted()) for one in runs]
+        from pipeback.recipes.planning.fit import own as runs_in
+
+        mine = [Compared(described(one), one.seconds, one.predicted()) for one in runs_in(own)]
         print(f"### Steps: {Path(own).name}\n\n{compared(mine, '.4g')}")
         return step_summary(Path(own).name, mine)
     found = []
@@ -199,7 +197,8 @@ def of_simulation() -> list[Summary]:
 def of_pipelines() -> list[Summary]:
     from pipeback.recipes.planning.pipelines import measured
 
-    print("### Pipelines\n\nBytes of five stages of three kinds, trained in one process, and the planner's.\n")
+    told = "Bytes of five stages of three kinds, trained in one process, and the planner's; of whole backwards alone."
+    print(f"### Pipelines\n\n{told}\n")
     found = measured()
     rows = []
     for one in found:
@@ -211,7 +210,7 @@ def of_pipelines() -> list[Summary]:
     off = [abs(one.planned_activations / one.activations - 1) for one in found]
     off += [abs(one.planned_copies / one.copies - 1) for one in found]
     mean, worst = statistics.fmean(off), max(off)
-    return [Summary("pipelines", len(found), mean, worst, "bytes of all methods", "1%", worst <= 0.01)]
+    return [Summary("pipelines", len(found), mean, worst, "bytes of these methods", "1%", worst <= 0.01)]
 
 
 def of_ranks(repeats: int) -> list[Summary]:

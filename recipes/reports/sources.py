@@ -26,11 +26,14 @@ class Run:
     """One run: its facts and its logged numbers.
 
     facts: flat names (method, seed, stages, delays, ...). rows: logged numbers by column, `step` among them, in order.
-    config: the resolved Hydra config, {} if it is not known. origin: where it was found.
+    config: the resolved Hydra config, {} if it is not known. origin: where it was found. progress: of a run of a
+    comparison, how far it came, such as "running" or "finished"; "" if nobody wrote that.
     """
 
-    def __init__(self, facts: dict[str, Any], rows: list[Row], config: dict[str, Any], origin: str) -> None:
-        self.facts, self.rows, self.config, self.origin = facts, rows, config, origin
+    def __init__(
+        self, facts: dict[str, Any], rows: list[Row], config: dict[str, Any], origin: str, progress: str = ""
+    ) -> None:
+        self.facts, self.rows, self.config, self.origin, self.progress = facts, rows, config, origin, progress
 
     def values(self, column: str) -> list[tuple[float, float]]:
         """Return (step, value) of each row in which the column was logged."""
@@ -67,9 +70,10 @@ def read(sources: Sequence[Path | str]) -> tuple[list[Run], list[str]]:
                 found.append(from_csv(folder))
             else:
                 offline.append(folder)
-    found += [
-        Run(facts, rows, config_beside(Path(origin)), origin) for facts, rows, origin in wandb_runs.offline(offline)
-    ]
+    for facts, rows, origin in wandb_runs.offline(offline):
+        beside = run_around(Path(origin))
+        config, progress = (_mapping(beside / "config.yaml"), progress_in(beside)) if beside else ({}, "")
+        found.append(Run(facts, rows, config, origin, progress))
     notes = [f"{run.origin} has logged nothing yet and is left out" for run in found if not run.rows]
     once = {run.identity: run for run in reversed(found) if run.rows}
     kept = [run for run in found if once.get(run.identity) is run]
@@ -112,7 +116,13 @@ def from_csv(folder: Path) -> Run:
     file = folder / "metrics.csv"
     with open(file, newline="", encoding="utf-8") as lines:
         rows = list(_numbers(csv.DictReader(lines), file))
-    return Run(_mapping(folder / "hparams.yaml"), rows, _mapping(folder / "config.yaml"), str(folder))
+    facts, config = _mapping(folder / "hparams.yaml"), _mapping(folder / "config.yaml")
+    return Run(facts, rows, config, str(folder), progress_in(folder))
+
+
+def progress_in(folder: Path) -> str:
+    """Return how far the run of a comparison in this folder came; "" for other runs. JSON is YAML, too."""
+    return str(_mapping(folder / "progress.json").get("state", ""))
 
 
 def _numbers(lines: Iterable[dict[str, Any]], file: Path) -> Iterator[Row]:
@@ -137,10 +147,9 @@ def _mapping(file: Path) -> dict[str, Any]:
     return found or {}
 
 
-def config_beside(folder: Path) -> dict[str, Any]:
-    """Return <run>/config.yaml for an offline run in <run>/wandb/offline-run-*, if it belongs to this run alone."""
-    alone = len(list(folder.parent.glob("offline-run-*"))) == 1
-    return _mapping(folder.parent.parent / "config.yaml") if alone else {}
+def run_around(folder: Path) -> Path | None:
+    """Return the folder <run> of an offline run in <run>/wandb/offline-run-*, if it belongs to this run alone."""
+    return folder.parent.parent if len(list(folder.parent.glob("offline-run-*"))) == 1 else None
 
 
 def canonical(value: Any) -> str:

@@ -15,7 +15,7 @@ from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter, NullLoca
 from pipeback.recipes.reports.scales import Scale, of_curves
 from pipeback.recipes.reports.style import INK, RED, STYLE, WIDE, free, names, plain_numbers
 from pipeback.recipes.sweeps.summary import Setting, Tried, end, mean, settings
-from pipeback.recipes.sweeps.table import Results, caption
+from pipeback.recipes.sweeps.table import POINTS, Results, caption
 
 Colours = Mapping[str, tuple[str, Any]]  # colour and dashes of every method
 FAR = 4.0  # times the reference: a longer axis of slow-downs is logarithmic
@@ -72,6 +72,11 @@ def _losses(ax: Axes, setting: Setting, colours: Colours, over_time: bool = Fals
         if len(rows) > 1:
             ax.fill_between(places, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.12, lw=0)
         seen.append(means)
+    if not seen:
+        told = f"No finished run has {POINTS[0]} updates,\nwith which a curve begins."
+        ax.text(0.5, 0.5, told, color=INK, ha="center", va="center", transform=ax.transAxes)
+        ax.set_axis_off()
+        return
     _losses_up(ax, of_curves(seen, share=False, whole=True))
     if over_time:
         ax.set_xscale("log")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
@@ -222,6 +223,24 @@ def test_what_fits_nowhere_says_what_does():
     with pytest.raises(NothingFits, match="no number of RTX4090; give devices= with more memory than 24 GB each"):
         within(question("gpt:175b", fixed=Fixed(stages=(1,), tensor=(1,))), device("RTX4090"), 1e9)
     assert within(question("gpt:125m", fixed=Fixed(stages=(1,), tensor=(1,))), device("RTX4090"), 1e9).best.fits
+
+
+def test_host_memory_that_lacks():
+    """And both of its cures."""
+    says = r"needs 3.02 GB of host memory, and there are 1e-06 GB. What fits: host=3.1GB, store=device$"
+    asked = dict(methods="gpipe", fixed=Fixed(stores=("host",)))
+    with pytest.raises(NothingFits, match=says):
+        search("gpt:125m", "8xA100", host="1kB", **asked)
+    assert search("gpt:125m", "8xA100", host="3.1GB", **asked).best.fits
+    assert search("gpt:125m", "8xA100", host="1kB", methods="gpipe").best.fits
+
+
+def test_more_devices_than_there_is_work_for():
+    says = r"more devices than updates .*; give devices=(\d+xA100), or a larger critical_batch="
+    with pytest.raises(NothingFits, match=says) as error:
+        search("gpt:125m", "1000000xA100", methods="gpipe")
+    assert search("gpt:125m", re.search(says, str(error.value))[1], methods="gpipe").best.fits
+    assert search("gpt:125m", "1000000xA100", methods="gpipe", target=Loss(1e9)).best.fits
 
 
 def test_a_plan_of_the_model_at_hand_streams_through_stages():

@@ -151,6 +151,19 @@ def test_nothing_that_a_run_wrote_is_deleted_and_finished_runs_are_taken_over(mo
                         ["sgd-seed0-3", "pb-seed0"]]  # fmt: skip
 
 
+def test_a_run_that_was_stopped_is_called_unfinished(tmp_path):
+    from pipeback.recipes.run_folders import place
+
+    home, told = tmp_path / "pb-seed0", "epochs: 3\nout: there\n"
+    home.mkdir()
+    (home / "config.yaml").write_text("epochs: 3\nout: here\n")
+    for progress, done, stopped in (("running", False, True), ("finished", True, False)):
+        (home / "progress.json").write_text(f'{{"state": "{progress}"}}')
+        found = place("pb", 0, home, told, again=False)
+        assert (found.done, found.stopped, found.out == home) == (done, stopped, done)
+    assert not place("pb", 0, home, "epochs: 4\nout: there\n", again=False).stopped
+
+
 @pytest.mark.soak
 def test_no_file_of_the_user_is_imported_in_place_of_a_module(tmp_path):
     (tmp_path / "colorsys.py").write_text("raise SystemExit")

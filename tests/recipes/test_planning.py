@@ -31,6 +31,13 @@ def test_the_table(planned):
     assert "data parallel" in first or "sharded" in first
     assert "† the price of the delay is assumed" in done.stdout
     assert "written: plan.html" in done.stdout
+    assert "cost" in done.stdout and "device-" in done.stdout
+
+
+def test_one_device_and_its_price(tmp_path):
+    done = pipeback("plan", "gpt:125m", "devices=1xA100", "tokens=1B", "price=2", "top=1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"one device +1 × 1 × 1 .* 0\.147 +7\.0\d ", done.stdout), done.stdout
 
 
 def test_the_data(planned):
@@ -107,6 +114,15 @@ def test_published_measurements(tmp_path):
     assert short.count("| yes |") == 3 and "| no" not in short
 
 
+def test_real_pipelines_of_any_optimizer(tmp_path, monkeypatch):
+    monkeypatch.setattr("pipeback.methods.available", lambda: ["pb", "interleaved", "zb_h1", "eigendelay"])
+    done = pipeback("plan", "validate", "pipelines", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = re.findall(r"^\| `(\w+)`.* ([\d,]+) \| +([\d,]+) \|$", done.stdout, re.MULTILINE)
+    assert [name for name, *_ in shown] == ["pb", "interleaved", "eigendelay"]
+    assert all(measured == planned for _, measured, planned in shown)
+
+
 def test_runs_of_ones_own(tmp_path):
     own = tmp_path / "mine.csv"
     own.write_text(
@@ -146,6 +162,8 @@ def test_a_device_that_is_not_here(tmp_path):
     (["calibrate", "method=gpipe"], "method=gpipe has no delay per micro-batch; give flowing ones, method=pb"),
     (["validate", "bubble"], "'bubble' is no section; there are bubbles, steps, memory"),
     (["fit", "row=3"], "'row' is no option of fit; there are rows=, table= and crossed=true"),
+    (["fit", "rows=none.csv"], "rows=none.csv: No such file or directory; give a CSV file of measured runs"),
+    (["validate", "steps", "rows=none.csv"], "rows=none.csv: No such file or directory"),
     (["stages=4", "width=16", "device=H100", "run=2"], "run= trains here, and device= is not here"),
     (["stages=4", "width=16", "device=H10"], "there is no device 'H10'; did you mean 'H100'?"),
 ])  # fmt: skip

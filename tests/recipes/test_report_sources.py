@@ -12,11 +12,12 @@ pytest.importorskip("matplotlib")
 
 from pipeback.recipes.reports import curves, wandb_runs
 from pipeback.recipes.reports.runs import gather
+from pipeback.recipes.reports.seeds import once
 from pipeback.recipes.reports.sources import read
 from pipeback.recipes.reports.summary import glance
 from pipeback.recipes.reports.tables import tables
 from pipeback.recipes.reports.target import target
-from tests.recipes.synthetic import facts
+from tests.recipes.synthetic import facts, rows, write
 
 
 @pytest.fixture(scope="module")
@@ -133,3 +134,22 @@ def test_runs_of_the_api(logged, monkeypatch):
     assert [(run.facts, run.identity) for run in online] == [(run.facts, run.identity) for run in local]
     assert tables(gather(online), None)[0] == tables(gather(local), None)[0]
     assert len(read([root / "csv", "wandb:me/pipeback"])[0]) == 2 and asked[1] == ("me/pipeback", {})
+
+
+def test_a_run_that_was_stopped_is_no_second_seed(tmp_path):
+    """The same command, typed again after Ctrl-C, goes to a folder of its own, and the stopped run stays."""
+    for name, values, progress in [
+        ("pb-seed0", [0.1], "running"), ("pb-seed0-2", [0.5, 0.9], "finished"), ("pb-seed0-3", [0.5, 0.8], "finished"),
+        ("pb-seed1", [0.4, 0.7], "finished"), ("sgd-seed0", [0.3], "running"), ("sc-seed0", [0.2], "running"),
+        ("sc-seed0-2", [0.1], "diverged"),
+    ]:  # fmt: skip
+        method, seed = name.split("-")[0], int(name.split("-")[1][4:])
+        folder = write(tmp_path / name, facts(method, seed), rows(values), {"model": {"depth": 3}, "seed": seed})
+        (folder / "progress.json").write_text(f'{{"state": "{progress}", "loss": NaN}}')
+    write(tmp_path / "alone", facts(seed=None), rows([0.5, 0.6]))
+    kept, notes = once(read([tmp_path])[0])
+    names = [run.origin.rpartition("/")[2] for run in kept]
+    assert names == ["alone", "pb-seed0-2", "pb-seed1", "sc-seed0-2", "sgd-seed0"]
+    first, again, sc = notes
+    assert f"{tmp_path}/pb-seed0 did not end, and is left out: {tmp_path}/pb-seed0-2 is a run of the same" in first
+    assert "pb-seed0-3 is left out" in again and "sc-seed0 did not end" in sc

@@ -93,6 +93,13 @@ def test_times_of_a_pipeline_are_told_where_they_are_known(tmp_path):
     assert len(pictures.draw(SWEEP).axes) == 3
 
 
+def test_short_runs_have_no_curves_and_are_told_so():
+    short = SWEEP._replace(rows=[one._replace(points={}, updates=9) for one in ROWS])
+    first, *others = pictures.draw(short).axes
+    assert [text.get_text() for text in first.texts] == ["No finished run has 50 updates,\nwith which a curve begins."]
+    assert not first.axison and len(others) == 2 and all(ax.axison for ax in others)
+
+
 @pytest.mark.parametrize(
     ("name", "stages", "batch"),
     [
