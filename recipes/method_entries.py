@@ -7,7 +7,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
-from pipeback.recipes.report import literal
+from pipeback.recipes.command import literal
 
 
 def labels_of(asked: Any, every: Sequence[str], does: str) -> list[str]:
