@@ -13,7 +13,7 @@ from .forwards.forward import Forward
 from .search import fresh, search_for
 
 
-@pytest.mark.parametrize(("number", "count"), [(1, 15), *(rare(seed, 100) for seed in (2, 3, 5, 7))])
+@pytest.mark.parametrize(("number", "count"), [(1, 10), *(rare(seed, 100) for seed in (2, 3, 5, 7))])
 def test_forwards(number, count):
     search_for(forwards(), check, number, count)
 

@@ -11,7 +11,7 @@ from .written.written import check_written
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize(("number", "count"), [(1, 8), *(rare(seed, 60) for seed in (2, 3))])
+@pytest.mark.parametrize(("number", "count"), [(1, 6), *(rare(seed, 60) for seed in (2, 3))])
 def test_written_steps(number, count):
     search_for(written(), check_written, number, count)
 
