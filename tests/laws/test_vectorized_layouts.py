@@ -4,7 +4,6 @@ A GPU's group norm takes no others, and a product of float32 numbers may round i
 """
 
 from functools import partial
-from typing import ClassVar
 
 import pytest
 import torch
@@ -80,14 +79,15 @@ def test_inputs_with_channels_last(between, size, monkeypatch):
     same(found, wanted)
 
 
-class Precise(nn.Linear):
-    """Notes how products of float32 numbers are to be rounded."""
+def noting(seen):
+    """A layer that notes how products of float32 numbers are to be rounded, where nobody looks for what it reads."""
 
-    seen: ClassVar[list[str]] = []
+    class Precise(nn.Linear):
+        def forward(self, x):
+            seen.append(torch.backends.mkldnn.matmul.fp32_precision)
+            return super().forward(x)
 
-    def forward(self, x):
-        self.seen.append(torch.backends.mkldnn.matmul.fp32_precision)
-        return super().forward(x)
+    return Precise
 
 
 def test_checks_round_no_factors_and_training_does(monkeypatch):
@@ -103,8 +103,8 @@ def test_checks_round_no_factors_and_training_does(monkeypatch):
         monkeypatch.setattr(verify, name, check)
     torch.backends.mkldnn.matmul.fp32_precision = "bf16"
     try:
-        Precise.seen = seen["trained"]
-        model = nn.Sequential(*[Precise(6, 6) for _ in range(4)], nn.Linear(6, 6))
+        kind = noting(seen["trained"])
+        model = nn.Sequential(*[kind(6, 6) for _ in range(4)], nn.Linear(6, 6))
         pipe = pipeback.Pipeline(
             model, loss=nn.functional.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), method="pb",
             micro_batch_size=1, vectorize=True,
