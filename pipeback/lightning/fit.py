@@ -308,7 +308,6 @@ class Fit:
 
     def backward(self) -> None:
         """Run B from the gradient of the model's output; without one, the user's backward skipped the micro-batch."""
-        self.interval.backward_done(self.module.trainer)
         if self._handed and self.pipe is not None:
             count, self._handed = self._handed, 0
             with self.at_work():
@@ -327,6 +326,7 @@ class Fit:
 
     def before_backward(self) -> Tensor | None:
         """Return the loss to differentiate, not divided by anything."""
+        self.interval.backward_begins(self.module.trainer)
         loss, self.loss = self.loss, None
         return loss
 

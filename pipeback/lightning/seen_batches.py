@@ -46,6 +46,8 @@ class _Unseen:
 
 def tensors_of(value: Any) -> list[Tensor]:
     """The tensors of a structure, in order."""
+    if type(value) is Tensor:
+        return [value]
     found = parts(value)
     return found if all(type(part) is Tensor for part in found) else opened(value)[0]
 

@@ -63,8 +63,8 @@ class UpdateInterval:
             return steps
         return steps * per_batch
 
-    def backward_done(self, trainer: Any) -> None:
-        """Hear that a batch has gone backward."""
+    def backward_begins(self, trainer: Any) -> None:
+        """Hear that a batch goes backward."""
         self._waits = lightning_internals.steps_now(trainer)
 
     def step_done(self) -> None:
