@@ -21,7 +21,7 @@ from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
 from pipeback.lightning.micro_batches import Said
 from pipeback.lightning.plain_code import PlainCode
-from pipeback.lightning.plain_values import NotPlain
+from pipeback.lightning.plain_values import NotPlain, told
 from pipeback.lightning.seen_batches import check_classes, form_of, tensors_of
 from pipeback.lightning.step_graphs import StepGraphs
 from pipeback.lightning.suspended_step import TorchModes
@@ -166,7 +166,7 @@ class CapturedStep:
         if any(other != shapes for other in others) or any(form_of(b) != form for b in _with_more(cut[1:-1])):
             return None
         asked = [given.rest[n - 1] if n <= len(given.rest) else given.named for n in sorted(self._code.arguments)]
-        return self._code.reads(), asked, form, shapes, TorchModes.now()
+        return self._code.reads(), told(asked), form, shapes, TorchModes.now()
 
     @staticmethod
     def _watched() -> bool:

@@ -42,7 +42,7 @@ def nothing(gradient: Value) -> bool:
     return gradient is None or (isinstance(gradient, tuple) and all(part is None for part in gradient))
 
 
-def judged(gradient: Any, output: Value) -> Value:
+def taken_at_once(gradient: Any, output: Value) -> Value:
     """Return the gradient of an output that B takes at once. Raises TypeError or ValueError if it can be none."""
     plain = type(gradient) is Tensor and type(output) is Tensor  # as nearly always, and per micro-batch
     if plain and gradient.shape == output.shape and gradient.dtype == output.dtype:

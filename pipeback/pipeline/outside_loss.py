@@ -10,10 +10,9 @@ import torch
 from torch import Tensor
 
 from pipeback.distributed.rank_runner import RankRunner
-from pipeback.pipeline import given_gradients
 from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine, Then
-from pipeback.pipeline.given_gradients import OWN, form_of, nothing, taken
+from pipeback.pipeline.given_gradients import OWN, form_of, nothing, taken, taken_at_once
 from pipeback.pipeline.grad_modes import recording
 from pipeback.pipeline.unused_outputs import UnusedOutputs
 from pipeback.runtime.gone_ahead import Ahead
@@ -89,7 +88,7 @@ class OutsideLoss:
         @engine.casting.around
         def judged(n: int, output: Any) -> Value:
             with telling(engine.ranks):
-                gradient = given_gradients.judged(judge(n, self._shown(output, xs[n])), output)
+                gradient = taken_at_once(judge(n, self._shown(output, xs[n])), output)
                 if nothing(gradient):
                     raise ValueError(
                         f"micro-batch {first + n}: the loss depends on no output, but where stages run as one, others "
