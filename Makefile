@@ -3,8 +3,8 @@ PYTHON ?= python3
 # another torch, in an environment of its own, say TORCH=2.12.1; and what else it shall have: WITH="lightning==2.6.0"
 TORCH ?=
 WITH ?=
-# of the tests: one more than cores, since tests of several processes wait for each other
-WORKERS ?= 3
+# of the tests: two more than cores, since tests of several processes wait for each other
+WORKERS ?= 4
 # files and options for pytest, say TESTS="--device cuda tests/laws/test_vectorized.py"; none: all
 TESTS ?=
 # options of tests/soak.py, say SOAK="--only laws -- -n 2"; none: all files that have not passed at this commit

@@ -14,6 +14,7 @@ from hypothesis import settings
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch is imported
 settings.register_profile("no times", deadline=None)
 settings.load_profile("no times")
+LAWS = {"laws", "lightning", "pipeline", "processes", "stages", "streaming"}  # rooms of tests that run over methods
 gc.set_threshold(20_000, 10, 10)  # a twentieth of the time of all tests went into looking for garbage
 
 
@@ -48,6 +49,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
         folder = os.environ.get("TORCH_EXTENSIONS_DIR") or config.rootpath / ".pytest_cache" / "simulated"
         use(name, Path(folder), default=bool(default))
+
+
+@pytest.hookimpl(tryfirst=True)  # before what is marked is left out
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    from tests.helpers.choice import thin
+
+    thin(item for item in items if item.path.parent.name in LAWS)
 
 
 def pytest_unconfigure() -> None:

@@ -6,6 +6,7 @@ import subprocess
 import pytest
 
 from tests import soak
+from tests.helpers.choice import usual
 
 MARK = "import os\nimport pytest\npytestmark = pytest.mark.soak\n"
 
@@ -57,3 +58,10 @@ def test_it_goes_on_where_it_was_stopped(project, monkeypatch, capfd):
 def test_a_commit_that_is_not_there_is_named(project, capfd):
     assert soaked(project, "--since", "nowhere") == (2, {})
     assert "revision" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("cases", range(1, 14))
+def test_each_case_is_a_usual_one_of_some_test_and_few_are_all_run(cases):
+    chosen = [usual(f"test_{n}", cases) for n in range(40)]
+    assert set().union(*chosen) == set(range(cases))
+    assert all(len(each) in ((cases,) if cases <= 3 else (2, 3, cases // 3, cases // 3 + 1)) for each in chosen)
