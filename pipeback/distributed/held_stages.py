@@ -17,6 +17,7 @@ from pipeback.schedules.placement import Placement, place
 from pipeback.sparsities.base import Sparsity
 from pipeback.splitting.partition import balance
 from pipeback.stages.contiguous import lay_contiguously
+from pipeback.stages.rebound_weights import staying
 from pipeback.stages.recomputed_functions import Afresh
 from pipeback.stages.stage import Stage
 from pipeback.streaming.fetch_policy import together
@@ -222,6 +223,8 @@ class HeldStages:
                     stack.enter_context(stage.home.slot.showing(dense))
                     if changes and stage.home.sparse is not None:
                         stack.callback(stage.home.sparse.gather_into, stage, dense)
+                if changes:
+                    stack.enter_context(staying([*stage.module.parameters(), *stage.weights]))
             yield
 
     def lay(self) -> None:

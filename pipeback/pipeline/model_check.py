@@ -87,6 +87,11 @@ class ModelCheck:
                 n = None if there else at
             if n is not None:
                 raise RuntimeError(f"{stage.label}: {places.keys[n]} was moved, cast or replaced; {_COPY}")
+            if stage.home.places and stage.weights:
+                p, w = (some[self.turn % len(stage.weights)] for some in (stage.params, stage.weights))
+                if not stage.home.holds(w, p):
+                    name = next(name for name, other in stage.module.named_parameters() if other is p)
+                    raise RuntimeError(f"{stage.label}: {name} was moved or cast in its optimizer; {_COPY}")
         self.turn += 1
         self._check_hooks()
         if list(map(_needs, self._weights)) != self._trained:

@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipeback.private import identity
 from pipeback.stages.device_slot import DeviceSlot
 from pipeback.tensors.flat_buffer import FlatBuffer
 from pipeback.tensors.weight_list import WeightList
@@ -221,6 +222,17 @@ class Home:
     def spread(self, shards: WeightShards) -> None:
         """Note that other ranks hold the other shards of the weights."""
         self.shards = shards
+
+    def holds(self, w: Tensor, p: Tensor) -> bool:
+        """Whether a weight, which an optimizer steps, shares the memory of its parameter, or that in the store; a
+        master does not.
+        """
+        if self.slot is None:
+            return w.dtype != p.dtype or w.data_ptr() == p.data_ptr()
+        if self.flat is None or self.sparse is not None or self.share is not None:
+            return True
+        place = next(view for other, view in zip(self.slot.params, self.flat.views, strict=True) if other is p)
+        return w.device != place.device or identity(w.untyped_storage()) == identity(place.untyped_storage())
 
     def spill(self, sums: Sequence[Tensor | None]) -> None:
         """Keep these gradient sums where the weights live."""

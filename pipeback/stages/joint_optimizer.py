@@ -22,6 +22,7 @@ from torch import Tensor
 from pipeback.methods.momentum import fused_sgd, fused_step, lay_velocities, plain_sgd, sgd_step
 from pipeback.private import hooked, step_hooks
 from pipeback.stages.optimizer_counters import OptimizerCounters, counted_by, stepped
+from pipeback.stages.rebound_weights import staying
 from pipeback.tensors.fused_steps import fitting, lay_state
 from pipeback.tensors.weight_list import WeightList
 
@@ -162,12 +163,17 @@ class JointOptimizer:
         return self._twin.state
 
     def step(self) -> None:
-        if self._fused_sgd and not hooked(self._twin) and fused_step(self):
+        listened = hooked(self._twin)
+        if self._fused_sgd and not listened and fused_step(self):
             return
-        if self._plain_sgd and not hooked(self._twin):
+        if self._plain_sgd and not listened:
             sgd_step(self)
-        elif self._own:
-            stepped(self._stages[0].optimizer, self._twin.param_groups, self._torchs_step)
+        elif self._own or listened:
+            with staying(self._weights):
+                if self._own:
+                    stepped(self._stages[0].optimizer, self._twin.param_groups, self._torchs_step)
+                else:
+                    self._torchs_step()
         else:
             self._torchs_step()
 
@@ -178,13 +184,16 @@ class JointOptimizer:
     @contextmanager
     def heard(self, itself: bool) -> Iterator[None]:
         """A context around a step that a method makes `itself`: it calls the optimizer's step hooks, as torch would."""
-        twin = self._twin
-        before, after = step_hooks(twin) if itself else ((), ())
-        for hook in before:
-            hook(twin, (twin,), {})
+        before, after = step_hooks(self._twin) if itself else ((), ())
+        self._call(before)
         yield
-        for hook in after:
-            hook(twin, (twin,), {})
+        self._call(after)
+
+    def _call(self, hooks: Sequence[Any]) -> None:
+        if hooks:
+            with staying(self._weights):
+                for hook in hooks:
+                    hook(self._twin, (self._twin,), {})
 
     def at(self, options: Sequence[Options]) -> JointOptimizer:
         """Set the options that each stage's update uses, and follow a state that was loaded into an optimizer."""
