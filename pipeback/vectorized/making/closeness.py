@@ -20,7 +20,7 @@ from pipeback.vectorized.tracing.forms import floating, leaves, packed
 from pipeback.vectorized.tracing.graphs import Graph
 
 # how far the gradients of both may differ, in units of the dtype's epsilon, since sums are in another order
-CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4}
+CLOSE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.complex128: 1e-10, torch.complex64: 1e-4}
 ROUGH = 0.05
 TIMES = 2.0  # as far from float64 as the stage
 Values = Sequence[Tensor | None]
@@ -74,7 +74,7 @@ def summed(every: Sequence[Callable[[], Values | None]], count: int) -> Values |
 
 def _double(tensor: Tensor) -> Tensor:
     tensor = tensor.detach().clone()
-    return tensor.double() if tensor.is_floating_point() else tensor
+    return _widest(tensor) if floating(tensor.dtype) else tensor
 
 
 def differentiated(ys: Sequence[Tensor], gs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor | None]:
@@ -118,11 +118,15 @@ def _no_further(a: Tensor | None, b: Tensor | None, exact: Tensor | None) -> boo
 
 
 def _far(a: Tensor, b: Tensor) -> float:
-    return _norm(a.double() - b.double())
+    return _norm(_widest(a) - _widest(b))
 
 
 def _norm(tensor: Tensor) -> float:
-    return float(torch.linalg.vector_norm(tensor.detach().double()))
+    return float(torch.linalg.vector_norm(_widest(tensor.detach())))
+
+
+def _widest(tensor: Tensor) -> Tensor:
+    return tensor.to(torch.complex128) if tensor.is_complex() else tensor.double()
 
 
 def rounds(*graphs: Graph) -> bool:

@@ -104,6 +104,8 @@ class Request(NamedTuple):
         for stack in stacks:
             if stack.plan.masters:
                 return "each stage steps its masters and rounds them"
+            if stack.plan.complex and not self.several:
+                return "each stage makes the step of its complex weights"
             if stack.maker.fuse is not None and (self.several or self.method.needs_entry):
                 when = f"it updates once in {self.several} micro-batches" if self.several else "it keeps versions"
                 return f"{when}, which no compiled tick does"

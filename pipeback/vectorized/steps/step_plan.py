@@ -39,6 +39,7 @@ class StepPlan:
 
     def __init__(self, rows: Rows) -> None:
         self.rows, self.stages = rows, rows.stages
+        self.complex = any(map(torch.is_complex, rows.stepped))  # lists of the rows are of one type, and Adam squares
         self.totals: list[Tensor] = []  # sums of gradients, where stages make their own updates
         self.state = RowState(self.stages, rows.state)
         self._known: tuple[list[Options], AnyStep | None] = ([], None)
@@ -46,11 +47,11 @@ class StepPlan:
 
     def step(self, options: Sequence[Options], corrected: Asked | None = None, *others: Options) -> AnyStep | None:
         """Return the step that the stages' options ask for; None unless all ask for the same Adam or momentum SGD, and
-        step the weights that F and B run on, not masters.
+        step the weights that F and B run on, not masters, which are real.
 
         The rates may differ. corrected: asks a method for its correction of the step, anew if any options change.
         """
-        if self.hooked() or self.masters:
+        if self.complex or self.hooked() or self.masters:
             return None
         known, step = self._known
         asked = [*options, *others]
@@ -70,7 +71,7 @@ class StepPlan:
     @property
     def may_step(self) -> bool:
         """Whether it can be that `step` gives a step, whatever the options are."""
-        return type(self.stages[0].optimizer) in KNOWN and not self.masters and not self.hooked()
+        return type(self.stages[0].optimizer) in KNOWN and not (self.complex or self.masters or self.hooked())
 
     def sum_up(self) -> None:
         """From now on sum gradients, since the stages make their own updates, of several micro-batches each."""
