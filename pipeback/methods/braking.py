@@ -21,7 +21,7 @@ from torch import Tensor
 from pipeback.methods.base import Correction, Method, OptimizerLike, State, Weights, When
 from pipeback.methods.columns import norm, positive, total
 from pipeback.methods.gradients import gradients, replaced
-from pipeback.methods.option_checks import check_number
+from pipeback.methods.option_checks import check_number, require_real
 from pipeback.schedules.programs import flowing
 
 FIRST_MOMENTS = (torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam)
@@ -41,6 +41,7 @@ class AdaptiveBraking(Method):
         self.elementwise = False
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
+        require_real(optimizer, "braking")
         if isinstance(optimizer, torch.optim.SGD):
             keeps = all(group["momentum"] for group in optimizer.param_groups)
         else:

@@ -40,7 +40,7 @@ from pipeback.methods.adam import adam_spike, adam_state, adam_step, moments, re
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
 from pipeback.methods.columns import Number, added, positive
 from pipeback.methods.gradients import decoupled, entering
-from pipeback.methods.option_checks import check_number, check_share
+from pipeback.methods.option_checks import check_number, check_share, require_real
 from pipeback.schedules.programs import flowing
 from pipeback.schedules.timeline import in_flight
 from pipeback.tensors import eigenbasis
@@ -95,6 +95,7 @@ class EigenDelay(Method):
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         require_adam(optimizer, "eigendelay", 'method="staleness_lr"')
+        require_real(optimizer, "eigendelay")
 
     def held(self, stage: int, stages: int) -> int:
         if not (self.stash and self.predict):

@@ -31,6 +31,7 @@ from pipeback.methods.columns import Number, column, positive
 from pipeback.methods.few_quotients import fewer_quotients
 from pipeback.methods.gradients import decoupled
 from pipeback.methods.momentum import LWP_OF_WEIGHTS
+from pipeback.methods.option_checks import require_real
 from pipeback.schedules.programs import flowing
 from pipeback.schedules.timeline import in_flight
 
@@ -57,6 +58,8 @@ class DecayedPrediction(Method):
                 f"{type(optimizer).__name__}{' with amsgrad' if isinstance(optimizer, torch.optim.Adam) else ''}; use "
                 f"{LWP_OF_WEIGHTS}"
             )
+        if is_adam(optimizer):
+            require_real(optimizer, "msnag")
 
     def held(self, stage: int, stages: int) -> int:
         if not self.stash:

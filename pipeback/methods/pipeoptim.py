@@ -25,6 +25,7 @@ import torch
 
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, Shift, State, Weights, When
 from pipeback.methods.direction import require_direction, step_along
+from pipeback.methods.option_checks import require_real
 from pipeback.schedules.ops import Schedule
 from pipeback.schedules.programs import flowing
 from pipeback.schedules.timeline import in_flight
@@ -47,6 +48,8 @@ class OptimizerPrediction(Method):
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         require_direction(optimizer, "pipeoptim")
+        if not isinstance(optimizer, torch.optim.SGD):
+            require_real(optimizer, "pipeoptim")
 
     def held(self, stage: int, stages: int) -> int:
         flying = in_flight(self.schedule, stages)[stage]

@@ -22,6 +22,7 @@ import torch
 from pipeback.methods.adam import adam_step, require_adam
 from pipeback.methods.base import Correction, Method, OptimizerLike, State, Weights, When
 from pipeback.methods.momentum import LWP_OF_WEIGHTS, check_horizon, require_momentum_sgd, sgd_step
+from pipeback.methods.option_checks import require_real
 from pipeback.schedules.programs import flowing
 
 
@@ -41,6 +42,7 @@ class SpikeCompensation(Method):
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         if isinstance(optimizer, torch.optim.Adam):
             require_adam(optimizer, "sc")
+            require_real(optimizer, "sc")
         else:
             require_momentum_sgd(optimizer, "sc", LWP_OF_WEIGHTS, positive=False)
 

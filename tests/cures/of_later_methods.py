@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 import pipeback
 from pipeback import methods
 
-from .rows import Row, adam, build, momentum, trains, weight_form
+from .rows import Row, adam, build, momentum, sgd, trains, weight_form
 
 
 class Asking(pipeback.Method):
@@ -23,6 +24,23 @@ def asking() -> pipeback.Method:
     method = Asking()
     method.copies = "stash"
     return method
+
+
+class Spectral(nn.Module):
+    """Multiplies spectra by complex weights. pairs: whether these are kept as pairs of real ones."""
+
+    def __init__(self, pairs: bool) -> None:
+        super().__init__()
+        weight = torch.randn(4, dtype=torch.complex64)
+        self.weight = nn.Parameter(torch.view_as_real(weight).clone() if pairs else weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.weight if self.weight.is_complex() else torch.view_as_complex(self.weight)
+        return torch.fft.irfft(torch.fft.rfft(x) * weight, n=6)
+
+
+def spectral(pairs: bool) -> nn.Sequential:
+    return nn.Sequential(Spectral(pairs), nn.Linear(6, 6))
 
 
 def amsgrad(on: bool) -> Any:
@@ -127,4 +145,20 @@ ROWS: dict[str, Row] = {
         "msnag: stash must be True or False, but is 1",
         lambda: trains(method=methods.create("msnag", stash=True)),
     ),
+    **{
+        f"complex weights under {name}": Row(
+            lambda name=name, optimizer=optimizer: trains(method=name, optimizer=optimizer, model=spectral(False)),
+            rf"stage 0 \(0\): {name} squares real numbers, but .* has complex weights; keep "
+            r'torch.view_as_real\(weight\) as the parameter, and compute with torch.view_as_complex of it, or use '
+            r'method="pb", or one of those that allow it: .*method="pipedream"',
+            lambda name=name, optimizer=optimizer: [
+                trains(method=name, optimizer=optimizer, model=spectral(True)),
+                trains(method="pb", optimizer=optimizer, model=spectral(False)),
+            ],
+        )
+        for name, optimizer in [
+            ("sc", adamw), ("msnag", adamw), ("eigendelay", adamw), ("pipeoptim", adamw),
+            *((name, sgd) for name in ("gap_aware", "dc_asgd", "braking")),
+        ]
+    },
 }  # fmt: skip
