@@ -15,7 +15,7 @@ from torch import Tensor
 
 from pipeback.methods.base import State, When
 from pipeback.stages.gradients import dense
-from pipeback.stages.joint_optimizer import JointOptimizer, Options, rates_of
+from pipeback.stages.joint_optimizer import JointOptimizer, Options, rates_of, separable
 from pipeback.stages.stage import Stage
 from pipeback.tensors.weight_list import GRADIENTS, Weights, chosen, joined
 
@@ -39,11 +39,12 @@ class StageGroup:
         self._state: State = {}
         self._lists: dict[str, tuple[list[Weights], Weights]] = {}  # in it: those of the stages, and all as one
         self._scratch: Weights | None = None
+        self._lays = separable(self.first.optimizer)  # another optimizer may keep gradients, which must stay as they are
         self._stays = False  # whether the gradients that the optimizer sees lie beside the weights
 
     def put(self, grads: Sequence[Tensor | None], whole: bool) -> None:
         """Set the gradients that the optimizer sees. If the weights lie in a strip of memory, the gradients are copied
-        into the strip beside them.
+        into the strip beside them, where those of the next update will lie.
 
         whole: whether the method computes with velocities, which need dense gradients.
         """
@@ -51,7 +52,7 @@ class StageGroup:
         strided = there and {*map(_LAYOUT, grads)} == {torch.strided}
         if not strided and whole and isinstance(self.first.optimizer, torch.optim.SGD):
             grads, strided = [None if g is None else dense(g) for g in grads], there
-        beside = [] if self.weights.strip is None else self.weights.room(GRADIENTS)
+        beside = self.weights.room(GRADIENTS) if self._lays and self.weights.strip is not None else []
         self._stays = strided and len(beside) > 0
         if self._stays:
             torch._foreach_copy_(beside, grads)  # type: ignore[arg-type]

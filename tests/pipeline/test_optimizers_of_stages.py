@@ -1,5 +1,6 @@
 """Each stage has an optimizer of its own: rates, schedulers, groups, clipping, hooks, states."""
 
+from copy import deepcopy
 from itertools import pairwise
 
 import pytest
@@ -69,6 +70,40 @@ def test_parameter_groups():
                 opt.zero_grad()
         if method == "sgd":
             assert torch.equal(weights(pipe), torch.cat([p.detach().flatten().double() for p in model.parameters()]))
+
+
+class Keeping(torch.optim.Optimizer):
+    """SGD along g + (g − g of the update before)/2, which keeps the tensor g."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                before = self.state[p].get("before", p.grad)
+                self.state[p]["before"] = p.grad
+                p.sub_(group["lr"] * (p.grad + 0.5 * (p.grad - before)))
+
+
+@pytest.mark.parametrize("method", ["sgd", "gpipe"])
+@pytest.mark.parametrize("options", [{}, {"store": "host"}], ids=str)
+def test_an_optimizer_may_keep_gradients(method, options):
+    model = network().double()
+    plain = deepcopy(model)
+    opt = Keeping(plain.parameters())
+    pipe = pipeback.Pipeline(
+        model, loss=nn.functional.mse_loss, optimizer=Keeping, method=method, micro_batch_size=4, **options
+    )
+    for x, y in data(4):
+        x, y = x.double(), y.double()
+        pipe.push(x, y)
+        opt.zero_grad()
+        nn.functional.mse_loss(plain(x), y).backward()
+        opt.step()
+    with pipe.shown():
+        assert all(map(torch.equal, pipe.model.parameters(), plain.parameters()))
 
 
 def test_clipping_is_per_stage():
