@@ -34,6 +34,7 @@ class Rows:
         self.streamed = stages[0].home.slot is not None  # whether they live in a store, which steps each stage's own
         self.alone = False  # whether nobody else can change the optimizers' state now
         self._kept: list[Any] = []
+        self._names: tuple[str, ...] = ()  # of what is kept: momentum may be set later on
         self._state: dict[str, tuple[list[Tensor], list[list[Tensor]]]] = {}
         self._first_rows: Sequence[Tensor | None] = [None] * len(self.stages)  # rows of the first weight's momentum
         self._take(self._whole())
@@ -121,10 +122,7 @@ class Rows:
         """
         if not self.stepped:
             return [[] for _ in names]
-        if not self.alone and any(
-            row is None or stage.optimizer.state.get(stage.weights[0], {}).get(names[0]) is not row
-            for stage, row in zip(self.stages, self._first_rows, strict=True)
-        ):
+        if names != self._names or (not self.alone and self._replaced(names[0])):
             steps = torch.zeros(len(self.stepped), len(self.stages), device="cpu")
             kept: list[Any] = [steps if name == STEP else list(map(torch.zeros_like, self.stepped)) for name in names]
             for m in range(len(self.stepped)):
@@ -140,10 +138,17 @@ class Rows:
                     # a new dictionary, so that caches of the old one are not used
                     stage.optimizer.state[stage.weights[m]] = {**entry, **dict(zip(names, mine, strict=True))}
                 self._first_rows = rows[0] if not m else self._first_rows
-            self._kept = kept
+            self._kept, self._names = kept, names
             for stage in self.stages:
                 stage.weights.forget_velocities()
         return self._kept
+
+    def _replaced(self, name: str) -> bool:
+        """Whether an optimizer has another entry of this name for the first weight than the row, or none."""
+        return any(
+            row is None or stage.optimizer.state.get(stage.weights[0], {}).get(name) is not row
+            for stage, row in zip(self.stages, self._first_rows, strict=True)
+        )
 
 
 def _laid(lists: Sequence[Sequence[Tensor]]) -> tuple[list[Tensor], list[list[Tensor]]]:
