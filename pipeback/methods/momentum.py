@@ -90,13 +90,21 @@ def velocity(optimizer: OptimizerLike, weights: Weights) -> list[Tensor | None]:
 
 
 def lay_velocities(optimizer: torch.optim.Optimizer, weights: WeightList) -> None:
-    """Lay torch's momentum buffers one after the other, as the weights lie; other buffers are copied there first."""
+    """Lay torch's momentum buffers one after the other, as the weights lie; other buffers are copied there first.
+
+    Another optimizer may keep something else under their name, which stays as it is.
+    """
     buffers = [optimizer.state.get(w, {}).get("momentum_buffer") for w in weights]
-    if weights.strip is None or any(v is None or v.layout is not torch.strided for v in buffers):
+    if weights.strip is None or not all(map(_buffers, buffers, weights)):
         return
     for w, v, place in zip(weights, buffers, weights.room(VELOCITIES), strict=True):
         if v is not place:
             optimizer.state[w]["momentum_buffer"] = place.copy_(v)
+
+
+def _buffers(v: Any, w: Tensor) -> bool:
+    """Whether this is a momentum buffer of such a weight."""
+    return isinstance(v, Tensor) and v.layout is torch.strided and v.shape == w.shape and v.dtype == w.dtype
 
 
 def spike(momentum: float, horizon: float) -> tuple[float, float]:

@@ -39,7 +39,7 @@ class StageGroup:
         self._state: State = {}
         self._lists: dict[str, tuple[list[Weights], Weights]] = {}  # in it: those of the stages, and all as one
         self._scratch: Weights | None = None
-        self._lays = separable(self.first.optimizer)  # another optimizer may keep gradients, which must stay as they are
+        self._lays = separable(self.first.optimizer)  # others may keep gradients, which must stay as they are
         self._stays = False  # whether the gradients that the optimizer sees lie beside the weights
 
     def put(self, grads: Sequence[Tensor | None], whole: bool) -> None:

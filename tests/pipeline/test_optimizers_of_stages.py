@@ -87,14 +87,31 @@ class Keeping(torch.optim.Optimizer):
                 p.sub_(group["lr"] * (p.grad + 0.5 * (p.grad - before)))
 
 
+class Several(torch.optim.Optimizer):
+    """SGD with two velocities, which are a dictionary under the name of torch's own."""
+
+    def __init__(self, params):
+        super().__init__(params, {"lr": 0.05})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                several = self.state[p].setdefault("momentum_buffer", {b: torch.zeros_like(p) for b in (0.0, 0.9)})
+                for b, v in several.items():
+                    v.mul_(b).add_(p.grad)
+                    p.sub_(group["lr"] * v)
+
+
+@pytest.mark.parametrize("optimizer", [Keeping, Several])
 @pytest.mark.parametrize("method", ["sgd", "gpipe"])
 @pytest.mark.parametrize("options", [{}, {"store": "host"}], ids=str)
-def test_an_optimizer_may_keep_gradients(method, options):
+def test_an_optimizer_may_keep_gradients_and_what_it_likes(optimizer, method, options):
     model = network().double()
     plain = deepcopy(model)
-    opt = Keeping(plain.parameters())
+    opt = optimizer(plain.parameters())
     pipe = pipeback.Pipeline(
-        model, loss=nn.functional.mse_loss, optimizer=Keeping, method=method, micro_batch_size=4, **options
+        model, loss=nn.functional.mse_loss, optimizer=optimizer, method=method, micro_batch_size=4, **options
     )
     for x, y in data(4):
         x, y = x.double(), y.double()
