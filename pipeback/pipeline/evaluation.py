@@ -111,8 +111,12 @@ class Evaluation:
                 except BaseException as error:  # whatever it is, the error before it is the one to be told
                     if not isinstance(error, Exception) and error is not engine.error:
                         raise
-            with engine.holding.shown(changes=changes):
-                yield
+            try:
+                with engine.holding.shown(changes=changes):
+                    yield
+            finally:
+                for loop in engine.loops if changes else ():
+                    loop.worker.outside[0].written()
 
     def whole(self) -> nn.Module:
         """As `Pipeline.model`."""

@@ -54,6 +54,12 @@ class OptimizerStateWatch:
             if self._stays:
                 self._glance = Glance(self._stages)
 
+    def written(self) -> None:
+        """React to what was written into any tensor or entry of the states: steps over several stages read all anew."""
+        for stage, known in zip(self._stages, self._known, strict=True):
+            self._take_anew(stage, known)
+        self._stays = False
+
     def _take_anew(self, stage: Stage, known: list[Any]) -> None:
         state, first = stage.optimizer.state, stage.weights[0]
         entry = state.get(first, {})
