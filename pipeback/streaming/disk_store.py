@@ -73,6 +73,7 @@ class DiskStore(Store):
         self._pages: dict[tuple[int, int], Pages] = {}  # by stage and replica
         self._housed: dict[tuple[int, int], dict[str, int]] = {}  # name of each tensor in pages -> its storage
         self._depth: dict[tuple[int, int], int] = {}
+        self._changed: set[tuple[int, int]] = set()  # those opened now that were changed
         self._locks: dict[tuple[int, int], threading.RLock] = {}
         self._lock: int | None = None
 
@@ -115,18 +116,20 @@ class DiskStore(Store):
     @contextmanager
     def opened(self, stage: Stage, *, changes: bool = False, whole: bool = False) -> Iterator[None]:
         """A context in which weights, optimizer and method state are in memory (`whole`: all tensors)."""
-        key = _key(stage)
+        key, read = _key(stage), False
         with self._locks[key]:
             self._depth[key] += 1
             try:
                 self._fetch(stage, dict(_all(stage) if whole else _base(stage)))
+                read = True
                 yield
-            except BaseException:
+            finally:  # after an error, too, as with weights in host memory
                 self._depth[key] -= 1
-                raise
-            self._depth[key] -= 1
-            if not self._depth[key]:
-                self._put_away(stage, changed=changes)
+                if changes and read:
+                    self._changed.add(key)
+                if not self._depth[key] and not self.closed:
+                    self._put_away(stage, changed=key in self._changed)
+                    self._changed.discard(key)
 
     @contextmanager
     def lent(self, stage: Stage, tensors: Sequence[Tensor | None]) -> Iterator[None]:
@@ -134,9 +137,12 @@ class DiskStore(Store):
         with self._locks[_key(stage)]:
             mine = {id(t) for t in tensors if t is not None}
             names = {name: t for name, t in _all(stage) if id(t) in mine}
-            self._fetch(stage, names)
-            yield
-            self._put_away(stage, only=names)
+            try:
+                self._fetch(stage, names)
+                yield
+            finally:
+                if not self._depth[_key(stage)] and not self.closed:  # else `opened` puts them away
+                    self._put_away(stage, only=names)
 
     def put(self, stage: Stage) -> None:
         """Store the new tensors of a stage: gradient sums from the device, and shifted weights for the backward."""
@@ -182,7 +188,11 @@ class DiskStore(Store):
             storage = tensor.untyped_storage()
             if housed.get(name) == identity(storage) and not storage.nbytes():
                 storage.resize_(pages.newest[name].size)
-                pages.read(name, tensor)
+                try:
+                    pages.read(name, tensor)
+                except BaseException:
+                    storage.resize_(0)  # what it holds is not the tensor
+                    raise
 
     def _put_away(self, stage: Stage, *, changed: bool = False, only: Container[str] | None = None) -> None:
         """Write new tensors, and those that may have changed, and free their memory."""
