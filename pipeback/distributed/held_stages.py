@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeback import weights
 from pipeback.distributed.ranks import Ranks, SingleProcess
+from pipeback.distributed.shown_weights import ShownWeights
 from pipeback.methods.base import Method
 from pipeback.schedules.placement import Placement, place
 from pipeback.sparsities.base import Sparsity
@@ -58,6 +59,7 @@ class HeldStages:
         self.seconds = [1.0] * len(self.stages)  # seconds of F (forward) and B (backward) of each stage, once measured
         self._shared_by: list[float] | None = None  # those by which the stages were shared out, once they are
         self.owner: list[int] | None = None  # the worker of each stage, once each process holds its own only
+        self.showing = ShownWeights()
 
     @property
     def shared(self) -> bool:

@@ -51,8 +51,7 @@ class DeviceSlot:
         """Allocate memory, for weights that are to be copied there."""
         with self._moving:
             self.flat.fill()
-            for p, view in zip(self.params, self.flat.views, strict=True):
-                p.data = view
+            self._lay(self.flat.views)
         for skipping in self.skipping.values():
             skipping.arrive()
 
@@ -63,8 +62,7 @@ class DeviceSlot:
     def leave(self) -> None:
         """Free the memory; its contents need no copy back, since they are never changed there."""
         with self._moving:
-            for p, value in zip(self.params, self.rest, strict=True):
-                p.data = value
+            self._lay(self.rest)
             for skipping in self.skipping.values():
                 skipping.leave()
             self.flat.empty()
@@ -72,15 +70,18 @@ class DeviceSlot:
 
     @contextmanager
     def showing(self, values: Sequence[Tensor]) -> Iterator[None]:
-        """A context within which the parameters show these values."""
-        before = [p.data for p in self.params]
-        for p, value in zip(self.params, values, strict=True):
-            p.data = value
+        """A context within which the parameters show these values, also after weights have come and left."""
+        before, self.rest = self.rest, list(values)
+        self._lay(self.rest)
         try:
             yield
         finally:
-            for p, value in zip(self.params, before, strict=True):
-                p.data = value
+            self.rest = before
+            self._lay(self.flat.views if self.flat.here else self.rest)
+
+    def _lay(self, values: Sequence[Tensor]) -> None:
+        for p, value in zip(self.params, values, strict=True):
+            p.data = value
 
     def intact(self) -> bool:
         """Whether every parameter is where the slot has put it."""

@@ -155,7 +155,8 @@ class DiskStore(Store):
         assert stage.home.flat is not None
         if not slot.nbytes:
             return 0
-        if slot.device.type == "cpu" and stage.home.sparse is None and stage.home.share is None:
+        direct = slot.device.type == "cpu" and stage.home.sparse is None and stage.home.share is None
+        if direct and not self._depth[_key(stage)]:  # else it may have been written, in memory
             self._pages[_key(stage)].read("home", slot.flat.memory)
             return slot.nbytes
         with self.lent(stage, [stage.home.flat.memory]):

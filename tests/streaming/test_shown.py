@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import pipeback
 from pipeback.streaming import disk_store
 from tests.laws.cases import data, network, pipeline, weights
 
@@ -70,3 +71,83 @@ def test_a_pipeline_may_be_closed_while_weights_are_shown(store):
     pipe = trained(store)
     with pipe.shown(changes=True):
         pipe.close()
+
+
+def showing(pipe, how):
+    return pipe.present(1) if how == "present" else pipe.shown(changes=how == "changes")
+
+
+SAYS = "weights are shown within `with pipe.{}`, where nothing is trained.*; leave that context first"
+CALLS = {"present": r"present\(1\)", "shown": r"shown\(\)", "changes": r"shown\(changes=True\)"}
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pb"])
+@pytest.mark.parametrize("how", CALLS)
+def test_nothing_is_trained_while_weights_are_shown(how, method, store):
+    pipe, wanted = trained(store, method), trained(None, method)
+    state, x = pipe.state_dict(), data(1)[0]
+    calls = [
+        lambda: go_on(pipe, 3, 4),
+        pipe.drain,
+        lambda: pipe.load_state_dict(state),
+        lambda: pipe.plan(*x),
+        *([] if store == "host" else [pipe.commit]),
+    ]
+    with showing(pipe, how):
+        for call in calls:
+            with pytest.raises(RuntimeError, match=SAYS.format(CALLS[how])):
+                call()
+        pipe.wait()
+    for each in (pipe, wanted):
+        go_on(each, 3, 6)
+        each.drain()
+    assert torch.equal(weights(pipe), weights(wanted))
+    pipe.close()
+
+
+@pytest.mark.parametrize("how", CALLS)
+def test_nothing_is_trained_outside_while_weights_are_shown(how, store):
+    model, sgd = network().double(), lambda params: torch.optim.SGD(params, lr=0.1)
+    pipe = pipeback.Pipeline(model, loss=None, optimizer=sgd, method="pb", store=store)
+    x = data(1)[0][0].double()
+    pipe.backward(torch.ones_like(pipe.forward(x)))
+    with showing(pipe, how):
+        for call in (lambda: pipe.forward(x), lambda: pipe.backward(x), pipe.step, pipe.forget):
+            with pytest.raises(RuntimeError, match=SAYS.format(CALLS[how])):
+                call()
+    pipe.backward(torch.ones_like(pipe.forward(x)))
+    pipe.step()
+    pipe.close()
+
+
+INNER = {
+    "evaluate": lambda pipe: [pipe.evaluate(data(1)[0][0].double())],
+    "run": lambda pipe: [pipe.run(data(1)[0][0].double())],
+    "state_dict": lambda pipe: [v for stage in pipe.state_dict()["stages"] for k, v in stage.items() if "weight/" in k],
+    "values": lambda pipe: [value for _, found in pipe.values() for value in found.values()],
+}
+
+
+@pytest.mark.parametrize("inner", INNER)
+def test_what_is_shown_is_computed_with(inner, store):
+    """It stays shown afterwards, and what is written after that is kept, too."""
+    pipe, wanted = trained(store), trained()
+    with pipe.shown(changes=True):
+        halve(pipe)
+        found = INNER[inner](pipe)
+        halve(pipe)
+    halve(wanted)
+    assert all(map(torch.equal, found, INNER[inner](wanted)))
+    halve(wanted)
+    for each in (pipe, wanted):
+        go_on(each, 3, 6)
+    assert torch.equal(weights(pipe), weights(wanted))
+    pipe.close()
+
+
+def test_without_a_store_pushes_may_come_within():
+    pipe, wanted = trained(), trained()
+    with pipe.shown(), pipe.present(1):
+        go_on(pipe, 3, 6)
+    go_on(wanted, 3, 6)
+    assert torch.equal(weights(pipe), weights(wanted))
