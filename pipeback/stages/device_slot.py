@@ -30,7 +30,7 @@ class DeviceSlot:
         self.params, self.device = list(params), device
         self.flat = FlatBuffer.like([p.data for p in params], device, least=least)
         self.shows = rest is not None  # whether the parameters at rest are the weights in the store
-        self.rest = [_nan(p, device) for p in params] if rest is None else list(rest)
+        self.rest = [nan(p, device) for p in params] if rest is None else list(rest)
         self.content: int | None = None  # the version of the weights there; None: shifted weights, or nothing
         self.vacant = True  # whether nothing was copied there
         self._moving = Lock()  # a worker may move parameters while the caller of a push looks where they are
@@ -90,7 +90,7 @@ class DeviceSlot:
             return all(p.data_ptr() == place.data_ptr() for p, place in zip(self.params, places, strict=True))
 
 
-def _nan(p: Tensor, device: torch.device) -> Tensor:
-    """NaN in the shape of a parameter, so that a reader notices that its weights are not here."""
+def nan(p: Tensor, device: torch.device) -> Tensor:
+    """NaN in the shape of a tensor, so that a reader notices that its values are not here."""
     value = float("nan") if p.is_floating_point() or p.is_complex() else 0
     return torch.full((1,) * p.dim(), value, dtype=p.dtype, device=device).expand(p.shape)

@@ -33,6 +33,7 @@ from pipeback.stages.stage import Stage
 from pipeback.streaming import fork_guard
 from pipeback.streaming.committed import CommittedVersions, naming
 from pipeback.streaming.pages import Pages
+from pipeback.streaming.placeholders import Placeholders
 from pipeback.streaming.sparse_weights import SparseWeights
 from pipeback.streaming.store import HostStore, Store, copy_newest, move_in
 from pipeback.tensors.flat_buffer import FlatBuffer
@@ -72,6 +73,7 @@ class DiskStore(Store):
         self.versions = CommittedVersions(self.folder)
         self._pages: dict[tuple[int, int], Pages] = {}  # by stage and replica
         self._housed: dict[tuple[int, int], dict[str, int]] = {}  # name of each tensor in pages -> its storage
+        self._placeholders: dict[tuple[int, int], Placeholders] = {}
         self._depth: dict[tuple[int, int], int] = {}
         self._changed: set[tuple[int, int]] = set()  # those opened now that were changed
         self._locks: dict[tuple[int, int], threading.RLock] = {}
@@ -104,6 +106,7 @@ class DiskStore(Store):
         key = _key(stage)
         self._pages[key] = Pages(self.versions.pages(*key), self.versions.regions(*key))
         self._housed[key], self._depth[key], self._locks[key] = {}, 0, threading.RLock()
+        self._placeholders[key] = Placeholders()
         move_in(self, stage, method, device, sparse)
         self._put_away(stage, changed=True)
 
@@ -120,6 +123,7 @@ class DiskStore(Store):
         with self._locks[key]:
             self._depth[key] += 1
             try:
+                self._placeholders[key].take()
                 self._fetch(stage, dict(_all(stage) if whole else _base(stage)))
                 read = True
                 yield
@@ -135,7 +139,10 @@ class DiskStore(Store):
     def lent(self, stage: Stage, tensors: Sequence[Tensor | None]) -> Iterator[None]:
         """A context in which these tensors, older weights or sums of gradients, are in memory."""
         with self._locks[_key(stage)]:
+            assert stage.home.flat is not None
             mine = {id(t) for t in tensors if t is not None}
+            if id(stage.home.flat.memory) in mine:
+                self._placeholders[_key(stage)].take()
             names = {name: t for name, t in _all(stage) if id(t) in mine}
             try:
                 self._fetch(stage, names)
@@ -211,9 +218,12 @@ class DiskStore(Store):
                 pages.write(name, tensor)
                 housed[name] = identity(storage)
             storage.resize_(0)
-        for name in [name for name in housed if name not in here]:
+        for name in [name for name in housed if name not in here and name not in self._placeholders[key]]:
             del housed[name]
             pages.drop(name)
+        if only is None or "home" in only:
+            at_rest = {name: [tensor] for name, tensor in here.items() if name.startswith("optimizer/")}
+            self._placeholders[key].put({**at_rest, "home": stage.weights})
 
     # -- versions ------------------------------------------------------------------------------------------------
 
@@ -224,6 +234,7 @@ class DiskStore(Store):
         regions = {storage: name for name, storage in housed.items()}
         described, beside = {}, set()
         for name, tensor in tensors.items():
+            tensor = self._placeholders[key].behind(tensor)
             region, written = regions.get(identity(tensor.untyped_storage())), tensor
             if region is None:
                 region, written = f"state/{name}", _compact(tensor)

@@ -1,11 +1,13 @@
 """What is read and written within `Pipeline.shown` and `Pipeline.present`, where weights live in a store."""
 
+import copy
+
 import pytest
 import torch
 
 import pipeback
 from pipeback.streaming import disk_store
-from tests.laws.cases import data, network, pipeline, weights
+from tests.laws.cases import data, everything, network, pipeline, weights
 
 
 @pytest.fixture(params=["host", "disk"])
@@ -151,3 +153,41 @@ def test_without_a_store_pushes_may_come_within():
         go_on(pipe, 3, 6)
     go_on(wanted, 3, 6)
     assert torch.equal(weights(pipe), weights(wanted))
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pipedream", "spectrain"])
+def test_on_disk_an_optimizer_is_nan_outside(method, tmp_path, monkeypatch):
+    """It can be read and saved, its process goes on, and so do training and commits."""
+    monkeypatch.setattr(disk_store, "SMALL", 1)
+    pipe, wanted = trained(f"disk:{tmp_path}", method, 9), trained(None, method, 9)
+    optimizer = pipe.optimizers[1]
+    pipe.wait()
+    saved = copy.deepcopy(optimizer.state_dict())["state"][0]["momentum_buffer"]
+    found = [
+        saved,
+        *optimizer.param_groups[0]["params"],
+        *(entry["momentum_buffer"] for entry in optimizer.state.values()),
+    ]
+    assert all(bool(t.isnan().all()) for t in found)
+    with pipe.shown():
+        there = [entry["momentum_buffer"].clone() for entry in optimizer.state.values()]
+    wanted.wait()
+    assert all(map(torch.equal, there, (e["momentum_buffer"] for e in wanted.optimizers[1].state.values())))
+    pipe.commit()
+    pipe.close()
+    again = pipeline(network().double(), method, store=f"disk:{tmp_path}")
+    for each in (again, wanted):
+        go_on(each, 9, 12)
+    assert torch.equal(everything(again), everything(wanted))
+    again.close()
+
+
+def test_an_optimizer_state_that_is_replaced_is_trained_with(store):
+    pipe, wanted = trained(store), trained()
+    for each in (pipe, wanted):
+        each.wait()
+        for entry in each.optimizers[1].state.values():
+            entry["momentum_buffer"] = torch.ones(entry["momentum_buffer"].shape, dtype=torch.float64)
+        go_on(each, 3, 6)
+    assert torch.equal(everything(pipe), everything(wanted))
+    pipe.close()
