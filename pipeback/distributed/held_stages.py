@@ -50,7 +50,8 @@ class HeldStages:
         shards: bool = False,
         spread: Spread | None = None,
     ) -> None:
-        self.everywhere, self.method, self.ranks, self.init, self.device = everywhere, method, ranks, init, device
+        self.everywhere, self.method, self.ranks, self.device = everywhere, method, ranks, device
+        self.init = Path(init).absolute() if isinstance(init, (str, Path)) else init
         self.store, self.sparsity, self.skip_zeros, self.shards = store, sparsity, skip_zeros, shards
         self.spread = spread  # how the model's weights are spread over ranks that compute stages together; None: not
         self.workers = ranks.count if ranks.several else workers or 1
@@ -115,8 +116,8 @@ class HeldStages:
         # another stream than that of the stage's random layers
         seed = (stage.random.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
         init = self.init
-        if isinstance(init, (str, Path)):
-            init = partial(weights.fill, path=Path(init), names=stage.names, label=stage.label)
+        if isinstance(init, Path):
+            init = partial(weights.fill, path=init, names=stage.names, label=stage.label)
         stage.take_up(self.method, lambda module: meta.initialise(module, stage.label, seed, self.device, init))
 
     @contextmanager

@@ -80,8 +80,8 @@ class Engine:
         self.lock, self._process = CallLock(self.split.rest), os.getpid()  # not in a child of fork
         self.modes = Modes(self.settable(), self.lock, self._settle)
         self.arrived, self.pushed, self._affordable = 0, (0, 0), 0  # the last: of a push that is known to fit the store
-        if self.holding.store is not None:
-            weakref.finalize(self, self.holding.store.close)
+        store = self.holding.store  # which another pipeline may get once this one has released it
+        self.release = (lambda: None) if store is None else weakref.finalize(self, store.close)
 
     @property
     def ranks(self) -> Ranks | SingleProcess:
@@ -257,8 +257,7 @@ class Engine:
                     self.kept.settle("close()") if self.kept is not None else self.wait()
             self.stop()
             self.ranks.leave()
-            if self.holding.store is not None:
-                self.holding.store.close()
+            self.release()
             self.error = self.error or RuntimeError(why)
 
     def reopen(self) -> None:

@@ -67,6 +67,7 @@ class DiskStore(Store):
         host_memory: int | str | None = None,
     ) -> None:
         self.folder, self.prefetch, self.fused, self.commit_every = Path(folder), prefetch, fused, commit_every
+        self.folder = self.folder.absolute()  # the process may go to another folder
         self.device_memory, self.host_memory = device_memory, host_memory
         self.budgets  # noqa: B018 (it raises if they are invalid)
         self.root = self.folder
@@ -81,24 +82,31 @@ class DiskStore(Store):
 
     def open(self, place: int | None = None) -> None:
         """Lock the folder for this process."""
+        if self._lock is not None:
+            raise StoreError(
+                f"{self.root}: this store serves a pipeline already; close that one, or give the other a store of its "
+                "own, in another folder"
+            )
         _give_memory_back()
-        self.closed = False
         self.folder = self.root if place is None else self.root / f"rank-{place}"
         self.versions = CommittedVersions(self.folder)
         with naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(self._lock, 32, 0).decode() or "unknown"
-                self.unlocked()
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, str(os.getpid()).encode(), 0)
+            except BaseException as error:
+                holder = os.pread(lock, 32, 0).decode() or "unknown"
+                os.close(lock)
+                if not isinstance(error, BlockingIOError):
+                    raise
                 raise StoreError(
                     f"{self.folder}: process {holder} uses this store; wait for it, or give another folder"
                 ) from None
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-            fork_guard.locks(self)
+        self._lock, self.closed = lock, False
+        fork_guard.locks(self)
 
     # -- a stage -------------------------------------------------------------------------------------------------
 

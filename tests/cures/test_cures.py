@@ -239,6 +239,16 @@ def test_commit_with_a_folder(tmp_path):
     train(build(store=f"disk:{tmp_path}"))
 
 
+def test_a_store_of_another_pipeline(tmp_path):
+    store = pipeback.DiskStore(tmp_path / "a")
+    pipe = build(store=store)
+    says = "this store serves a pipeline already; close that one, or give the other a store of its own, in another"
+    refused(lambda: build(store=store), says)
+    trains(store=pipeback.DiskStore(tmp_path / "b"))
+    pipe.close()
+    trains(store=store)
+
+
 def test_every_order_is_named():
     assert all(order in refused(lambda: build(debug=pipeback.Debug(order="x")), "order") for order in POLICIES)
 
