@@ -191,3 +191,33 @@ def test_an_optimizer_state_that_is_replaced_is_trained_with(store):
         go_on(each, 3, 6)
     assert torch.equal(everything(pipe), everything(wanted))
     pipe.close()
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pb"])
+@pytest.mark.parametrize("asks", [False, True])
+@pytest.mark.parametrize("kind", ["disk", "sparse"])
+def test_what_is_written_into_nan_is_noticed(kind, asks, method, tmp_path):
+    """Also if the weights were fetched meanwhile; the same within `shown` is trained with."""
+    sparse = pipeback.Streaming("host", sparsity=pipeback.sparsities.create("magnitude", density=0.5))
+    pipe = trained(sparse if kind == "sparse" else f"disk:{tmp_path}", method)
+    pipe.drain()
+    with pipe.shown(changes=True):
+        halve(pipe)
+    pipe.evaluate(data(1)[0][0].double())
+    go_on(pipe, 3, 4)
+    pipe.wait()
+    layer = pipe._engine.stages[1].module
+    head = next(m for m in layer.modules() if isinstance(m, torch.nn.Linear))
+    torch.nn.init.zeros_(head.weight)
+    if asks:
+        pipe.evaluate(data(1)[0][0].double())
+    with pytest.raises(
+        RuntimeError, match=r"stage 1 .*its weights are in the store.*`with pipe.shown\(changes=True\):`"
+    ):
+        go_on(pipe, 4, 5)
+    with pipe.shown(changes=True):
+        torch.nn.init.zeros_(head.weight)
+    with pipe.shown():
+        assert not head.weight.any()
+    go_on(pipe, 4, 6)
+    pipe.close()
