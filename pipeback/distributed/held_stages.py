@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from pipeback import weights
 from pipeback.distributed.ranks import Ranks, SingleProcess
+from pipeback.distributed.shown_weights import ShownWeights
 from pipeback.methods.base import Method
 from pipeback.schedules.placement import Placement, place
 from pipeback.sparsities.base import Sparsity
@@ -50,7 +51,8 @@ class HeldStages:
         shards: bool = False,
         spread: Spread | None = None,
     ) -> None:
-        self.everywhere, self.method, self.ranks, self.init, self.device = everywhere, method, ranks, init, device
+        self.everywhere, self.method, self.ranks, self.device = everywhere, method, ranks, device
+        self.init = Path(init).absolute() if isinstance(init, (str, Path)) else init
         self.store, self.sparsity, self.skip_zeros, self.shards = store, sparsity, skip_zeros, shards
         self.spread = spread  # how the model's weights are spread over ranks that compute stages together; None: not
         self.workers = ranks.count if ranks.several else workers or 1
@@ -59,6 +61,7 @@ class HeldStages:
         self.seconds = [1.0] * len(self.stages)  # seconds of F (forward) and B (backward) of each stage, once measured
         self._shared_by: list[float] | None = None  # those by which the stages were shared out, once they are
         self.owner: list[int] | None = None  # the worker of each stage, once each process holds its own only
+        self.showing = ShownWeights()
 
     @property
     def shared(self) -> bool:
@@ -114,8 +117,8 @@ class HeldStages:
         # another stream than that of the stage's random layers
         seed = (stage.random.seed * 1_000_003 + stage.index + 0x5EED) % 2**63
         init = self.init
-        if isinstance(init, (str, Path)):
-            init = partial(weights.fill, path=Path(init), names=stage.names, label=stage.label)
+        if isinstance(init, Path):
+            init = partial(weights.fill, path=init, names=stage.names, label=stage.label)
         stage.take_up(self.method, lambda module: meta.initialise(module, stage.label, seed, self.device, init))
 
     @contextmanager

@@ -18,7 +18,7 @@ class SaveWeights(Callback):
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
+        self.folder = Path(folder).absolute()
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         if stage == "fit" and not isinstance(trainer.strategy, PipelineStrategy):

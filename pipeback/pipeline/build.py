@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -69,7 +69,7 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         streaming = options.streaming
         policy = by_name.sparsity(streaming.sparsity)
         home = disk_store.create(streaming.store) or (DeviceStore() if policy is not None else None)
-    with telling(ranks), closing(home), ExitStack() as undone:
+    with telling(ranks), ExitStack() as undone:
         replicas = ranks.replicas if ranks.several else 1 if options.replicas is None else options.replicas
         spread = _spread(model, options, ranks, undone)
         if not isinstance(model, Split):
@@ -110,6 +110,7 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
 
             check_stages(stages, home, alone=not ranks.several and policy is None)
             home.open(ranks.place)
+            undone.callback(home.close)
         if isinstance(home, DiskStore):
             commits.choose(home, ranks)
         where = streaming.device or default_device()
@@ -222,11 +223,10 @@ def telling(ranks: Ranks | SingleProcess) -> Iterator[None]:
 
 
 @contextmanager
-def closing(store: Store | None) -> Iterator[None]:
-    """Close the store of a pipeline that cannot be built."""
+def releasing(release: Callable[[], object]) -> Iterator[None]:
+    """Release what a pipeline holds that cannot be built."""
     try:
         yield
     except BaseException:
-        if store is not None:
-            store.close()
+        release()
         raise

@@ -80,8 +80,8 @@ class Engine:
         self.lock, self._process = CallLock(self.split.rest), os.getpid()  # not in a child of fork
         self.modes = Modes(self.settable(), self.lock, self._settle)
         self.arrived, self.pushed, self._affordable = 0, (0, 0), 0  # the last: of a push that is known to fit the store
-        if self.holding.store is not None:
-            weakref.finalize(self, self.holding.store.close)
+        store = self.holding.store  # which another pipeline may get once this one has released it
+        self.release = (lambda: None) if store is None else weakref.finalize(self, store.close)
 
     @property
     def ranks(self) -> Ranks | SingleProcess:
@@ -141,8 +141,7 @@ class Engine:
         self.progress.push(batches)
         self.came(len(batches) // len(self.holding.everywhere))
         losses = self.runtime.push(first, batches, self.current)
-        weigh = self.by_samples and len(batches) > 1
-        return partial(losses, [size for _, _, size in batches] if weigh else None)
+        return partial(losses, [size for _, _, size in batches] if self.by_samples and len(batches) > 1 else None)
 
     def batches(self, x: Any, y: Any) -> Sequence[Batch]:
         """The micro-batches of a push."""
@@ -189,7 +188,7 @@ class Engine:
     def _reach(self, done: Callable[[], bool]) -> None:
         """Do what was pushed until `done` says so; the rest stays in flight."""
         with self.lock, recording():
-            self.open()
+            self.open("reach")
             if isinstance(self.runtime, TickLoop):
                 self.do(partial(self.runtime.loop.reach, done))
 
@@ -233,6 +232,7 @@ class Engine:
             raise closed(self.error, self._otherwise) from self.error
         if what in self.amid:
             raise RuntimeError(AMID)
+        self.holding.showing.check(what)
 
     def do(self, what: Callable[[], Any], harmless: tuple[type[BaseException], ...] = ()) -> Any:
         """Do it. An error closes the pipeline, since a wave may be half done, unless it is one of `harmless`."""
@@ -257,8 +257,7 @@ class Engine:
                     self.kept.settle("close()") if self.kept is not None else self.wait()
             self.stop()
             self.ranks.leave()
-            if self.holding.store is not None:
-                self.holding.store.close()
+            self.release()
             self.error = self.error or RuntimeError(why)
 
     def reopen(self) -> None:

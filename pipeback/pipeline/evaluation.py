@@ -95,7 +95,10 @@ class Evaluation:
         engine = self._engine
         with engine.lock, torch.no_grad():
             engine.wait()
-            with engine.holding.present(engine.stages[stage]):
+            held = engine.stages[stage]
+            lasting = held.here and held.home.slot is None  # the weights are there anyway
+            showing = engine.holding.showing.by(None if lasting else f"present({stage})")
+            with showing, engine.holding.present(held):
                 yield
 
     @contextmanager
@@ -111,8 +114,10 @@ class Evaluation:
                 except BaseException as error:  # whatever it is, the error before it is the one to be told
                     if not isinstance(error, Exception) and error is not engine.error:
                         raise
+            how = f"shown({'changes=True' if changes else ''})"
+            showing = engine.holding.showing.by(None if engine.holding.store is None else how)
             try:
-                with engine.holding.shown(changes=changes):
+                with showing, engine.holding.shown(changes=changes):
                     yield
             finally:
                 for loop in engine.loops if changes else ():

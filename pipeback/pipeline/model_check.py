@@ -80,6 +80,11 @@ class ModelCheck:
             if n is not None:
                 with TRACING:
                     n = places.changed()
+            if stage.home.slot is not None and stage.home.slot.written():
+                raise RuntimeError(
+                    f"{stage.label}: its weights are in the store, so that what was written into the module's is lost; "
+                    "write it once more within `with pipe.shown(changes=True):`"
+                )
             if n is None and stage.home.places:
                 at = self.turn % len(stage.home.places)
                 _, _, p, pointer = stage.home.places[at]

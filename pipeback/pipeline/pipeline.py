@@ -26,7 +26,7 @@ from pipeback.pipeline.arguments import (
     knowing,
 )
 from pipeback.pipeline.breakdown import Breakdown
-from pipeback.pipeline.build import build, closing, telling
+from pipeback.pipeline.build import build, releasing, telling
 from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.evaluation import Evaluation
 from pipeback.pipeline.held_out import Judge
@@ -134,8 +134,10 @@ class Pipeline(OutsideCalls):
         self.delays: list[int] = built.delays
         """Delay D of each stage: its updates between F and B of a micro-batch, counted on the schedule."""
         self.optimizers: list[Optimizer] = built.optimizers
-        """One per stage; set rates here or attach schedulers. Options are copied when a micro-batch is pushed."""
-        with telling(self.ranks), closing(built.holding.store):
+        """One per stage; set rates here or attach schedulers. Options are copied when a micro-batch is pushed. With a
+        disk store, read the state within `shown`: elsewhere it is NaN.
+        """
+        with telling(self.ranks), releasing(self._engine.release):
             self._saving.resume()
 
     def push(self, x: Value, y: Any = None) -> Tensor:

@@ -86,6 +86,7 @@ class Saving:
                 raise RuntimeError(
                     "the store was closed with the pipeline; build a new Pipeline, which goes on from it"
                 )
+            engine.holding.showing.check("load_state_dict")
             plain = pipeline_state.fits(
                 state_dict, engine.stages, engine.method, engine.optimizers,
                 weights=self._weights, replicas=self._replicas, sparsity=repr(engine.holding.sparsity),
@@ -141,6 +142,7 @@ class Saving:
                 )
             if engine.runtime is None and ranks.several:
                 raise RuntimeError("commit: no rank has its stages before the first push; call it afterwards")
+            holding.showing.check("commit")
             engine.wait()
             saving = partial(holding.saving, opened=False)
             engine.do(partial(commits.commit, store, ranks, holding.mine, engine.loops, self.plain(), saving))

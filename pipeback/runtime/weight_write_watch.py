@@ -30,9 +30,14 @@ class WeightWriteWatch:
     def look(self) -> None:
         """Before operations: copy to the masters what was written since `remember`, and put the counters back."""
         if [t._version for t in self._tensors] != self._seen:
+            slots = [stage.home.slot for stage in self._stages if stage.home.slot is not None]
             for stage in self._stages:
                 stage.masters.adopt()
+            for slot in slots:
+                slot.leave_rest()
             self._hidden.__exit__(None, None, None)
+            for slot in slots:
+                slot.come_to_rest()
             for stage in self._stages:
                 stage.masters.adopted()
 

@@ -33,6 +33,7 @@ from pipeback.stages.stage import Stage
 from pipeback.streaming import fork_guard
 from pipeback.streaming.committed import CommittedVersions, naming
 from pipeback.streaming.pages import Pages
+from pipeback.streaming.placeholders import Placeholders
 from pipeback.streaming.sparse_weights import SparseWeights
 from pipeback.streaming.store import HostStore, Store, copy_newest, move_in
 from pipeback.tensors.flat_buffer import FlatBuffer
@@ -66,36 +67,46 @@ class DiskStore(Store):
         host_memory: int | str | None = None,
     ) -> None:
         self.folder, self.prefetch, self.fused, self.commit_every = Path(folder), prefetch, fused, commit_every
+        self.folder = self.folder.absolute()  # the process may go to another folder
         self.device_memory, self.host_memory = device_memory, host_memory
         self.budgets  # noqa: B018 (it raises if they are invalid)
         self.root = self.folder
         self.versions = CommittedVersions(self.folder)
         self._pages: dict[tuple[int, int], Pages] = {}  # by stage and replica
         self._housed: dict[tuple[int, int], dict[str, int]] = {}  # name of each tensor in pages -> its storage
+        self._placeholders: dict[tuple[int, int], Placeholders] = {}
         self._depth: dict[tuple[int, int], int] = {}
+        self._changed: set[tuple[int, int]] = set()  # those opened now that were changed
         self._locks: dict[tuple[int, int], threading.RLock] = {}
         self._lock: int | None = None
 
     def open(self, place: int | None = None) -> None:
         """Lock the folder for this process."""
+        if self._lock is not None:
+            raise StoreError(
+                f"{self.root}: this store serves a pipeline already; close that one, or give the other a store of its "
+                "own, in another folder"
+            )
         _give_memory_back()
-        self.closed = False
         self.folder = self.root if place is None else self.root / f"rank-{place}"
         self.versions = CommittedVersions(self.folder)
         with naming(self.folder):
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
+            lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o666)
             try:
-                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                holder = os.pread(self._lock, 32, 0).decode() or "unknown"
-                self.unlocked()
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                os.ftruncate(lock, 0)
+                os.pwrite(lock, str(os.getpid()).encode(), 0)
+            except BaseException as error:
+                holder = os.pread(lock, 32, 0).decode() or "unknown"
+                os.close(lock)
+                if not isinstance(error, BlockingIOError):
+                    raise
                 raise StoreError(
                     f"{self.folder}: process {holder} uses this store; wait for it, or give another folder"
                 ) from None
-            os.ftruncate(self._lock, 0)
-            os.pwrite(self._lock, str(os.getpid()).encode(), 0)
-            fork_guard.locks(self)
+        self._lock, self.closed = lock, False
+        fork_guard.locks(self)
 
     # -- a stage -------------------------------------------------------------------------------------------------
 
@@ -103,6 +114,7 @@ class DiskStore(Store):
         key = _key(stage)
         self._pages[key] = Pages(self.versions.pages(*key), self.versions.regions(*key))
         self._housed[key], self._depth[key], self._locks[key] = {}, 0, threading.RLock()
+        self._placeholders[key] = Placeholders()
         move_in(self, stage, method, device, sparse)
         self._put_away(stage, changed=True)
 
@@ -115,28 +127,37 @@ class DiskStore(Store):
     @contextmanager
     def opened(self, stage: Stage, *, changes: bool = False, whole: bool = False) -> Iterator[None]:
         """A context in which weights, optimizer and method state are in memory (`whole`: all tensors)."""
-        key = _key(stage)
+        key, read = _key(stage), False
         with self._locks[key]:
             self._depth[key] += 1
             try:
+                self._placeholders[key].take()
                 self._fetch(stage, dict(_all(stage) if whole else _base(stage)))
+                read = True
                 yield
-            except BaseException:
+            finally:  # after an error, too, as with weights in host memory
                 self._depth[key] -= 1
-                raise
-            self._depth[key] -= 1
-            if not self._depth[key]:
-                self._put_away(stage, changed=changes)
+                if changes and read:
+                    self._changed.add(key)
+                if not self._depth[key] and not self.closed:
+                    self._put_away(stage, changed=key in self._changed)
+                    self._changed.discard(key)
 
     @contextmanager
     def lent(self, stage: Stage, tensors: Sequence[Tensor | None]) -> Iterator[None]:
         """A context in which these tensors, older weights or sums of gradients, are in memory."""
         with self._locks[_key(stage)]:
+            assert stage.home.flat is not None
             mine = {id(t) for t in tensors if t is not None}
+            if id(stage.home.flat.memory) in mine:
+                self._placeholders[_key(stage)].take()
             names = {name: t for name, t in _all(stage) if id(t) in mine}
-            self._fetch(stage, names)
-            yield
-            self._put_away(stage, only=names)
+            try:
+                self._fetch(stage, names)
+                yield
+            finally:
+                if not self._depth[_key(stage)] and not self.closed:  # else `opened` puts them away
+                    self._put_away(stage, only=names)
 
     def put(self, stage: Stage) -> None:
         """Store the new tensors of a stage: gradient sums from the device, and shifted weights for the backward."""
@@ -149,7 +170,8 @@ class DiskStore(Store):
         assert stage.home.flat is not None
         if not slot.nbytes:
             return 0
-        if slot.device.type == "cpu" and stage.home.sparse is None and stage.home.share is None:
+        direct = slot.device.type == "cpu" and stage.home.sparse is None and stage.home.share is None
+        if direct and not self._depth[_key(stage)]:  # else it may have been written, in memory
             self._pages[_key(stage)].read("home", slot.flat.memory)
             return slot.nbytes
         with self.lent(stage, [stage.home.flat.memory]):
@@ -182,7 +204,11 @@ class DiskStore(Store):
             storage = tensor.untyped_storage()
             if housed.get(name) == identity(storage) and not storage.nbytes():
                 storage.resize_(pages.newest[name].size)
-                pages.read(name, tensor)
+                try:
+                    pages.read(name, tensor)
+                except BaseException:
+                    storage.resize_(0)  # what it holds is not the tensor
+                    raise
 
     def _put_away(self, stage: Stage, *, changed: bool = False, only: Container[str] | None = None) -> None:
         """Write new tensors, and those that may have changed, and free their memory."""
@@ -200,9 +226,12 @@ class DiskStore(Store):
                 pages.write(name, tensor)
                 housed[name] = identity(storage)
             storage.resize_(0)
-        for name in [name for name in housed if name not in here]:
+        for name in [name for name in housed if name not in here and name not in self._placeholders[key]]:
             del housed[name]
             pages.drop(name)
+        if only is None or "home" in only:
+            at_rest = {name: [tensor] for name, tensor in here.items() if name.startswith("optimizer/")}
+            self._placeholders[key].put({**at_rest, "home": stage.weights})
 
     # -- versions ------------------------------------------------------------------------------------------------
 
@@ -213,6 +242,7 @@ class DiskStore(Store):
         regions = {storage: name for name, storage in housed.items()}
         described, beside = {}, set()
         for name, tensor in tensors.items():
+            tensor = self._placeholders[key].behind(tensor)
             region, written = regions.get(identity(tensor.untyped_storage())), tensor
             if region is None:
                 region, written = f"state/{name}", _compact(tensor)

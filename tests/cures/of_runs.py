@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import pipeback
-from tests.laws.cases import network
+from tests.laws.cases import data, network
 
 from .rows import BATCH, Row, build, trains
 
@@ -232,6 +232,17 @@ def compiled(mode: str | None) -> None:
     trains(compile=True if mode is None else {"mode": mode})
 
 
+def amid(shown: bool) -> None:
+    pipe = build(store="host")
+    train_on, (x, y) = pipe.push, data(1)[0]
+    train_on(x, y)
+    with pipe.shown():
+        if shown:
+            train_on(x, y)
+    train_on(x, y)
+    pipe.close()
+
+
 def budget(memory: Any) -> None:
     wide = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     build(wide, store=pipeback.HostStore(device_memory=memory)).close()
@@ -345,6 +356,11 @@ ROWS: dict[str, Row] = {
         lambda: trains(store=pipeback.HostStore(fused=True), optimizer=torch.optim.RMSprop, method="gpipe"),
         r"fused=True: RMSprop of stage 0 \(0\) has no fused implementation; use fused=False",
         lambda: trains(store=pipeback.HostStore(fused=False), optimizer=torch.optim.RMSprop, method="gpipe"),
+    ),
+    "a push amid what is shown": Row(
+        lambda: amid(True),
+        r"weights are shown within `with pipe.shown\(\)`, where nothing is trained.*; leave that context first",
+        lambda: amid(False),
     ),
     "a size in words": Row(
         lambda: budget("much"), "device_memory='much' is no size; write bytes, or a number with kB, MB.*: \"1.5 GB\"",

@@ -239,6 +239,29 @@ def test_commit_with_a_folder(tmp_path):
     train(build(store=f"disk:{tmp_path}"))
 
 
+def test_a_store_of_another_pipeline(tmp_path):
+    store = pipeback.DiskStore(tmp_path / "a")
+    pipe = build(store=store)
+    says = "this store serves a pipeline already; close that one, or give the other a store of its own, in another"
+    refused(lambda: build(store=store), says)
+    trains(store=pipeback.DiskStore(tmp_path / "b"))
+    pipe.close()
+    trains(store=store)
+
+
+def test_what_is_written_where_weights_are_in_files(tmp_path):
+    pipe = build(store=f"disk:{tmp_path}")
+    pipe.push(BATCH, BATCH)
+    pipe.wait()
+    bias = next(m.bias for m in pipe._engine.model.modules() if isinstance(m, nn.Linear))
+    nn.init.zeros_(bias)
+    says = "what was written into the module's is lost; write it once more within `with pipe.shown\\(changes=True\\):`"
+    refused(lambda: pipe.push(BATCH, BATCH), says)
+    with pipe.shown(changes=True):
+        nn.init.zeros_(bias)
+    train(pipe)
+
+
 def test_every_order_is_named():
     assert all(order in refused(lambda: build(debug=pipeback.Debug(order="x")), "order") for order in POLICIES)
 

@@ -115,8 +115,9 @@ def test_memory_is_free_between_pushes(tmp_path):
     pipe.push(*batches(60))
     pipe.wait()
     for stage in pipe._engine.stages:
+        behind = pipe._engine.holding.store._placeholders[stage.index, 0].behind
         some = [stage.home.flat.memory, *(v for kept in stage.versions.kept.values() for v in kept)]
-        some += [v for state in stage.optimizer.state.values() for v in state.values() if v.dim()]
+        some += [behind(v) for state in stage.optimizer.state.values() for v in state.values() if v.dim()]
         assert not any(each.untyped_storage().nbytes() for each in [*some, stage.home.slot.flat.memory])
     pipe.close()
 

@@ -1,5 +1,6 @@
 """The store on disk: whatever ends a process, the last committed version is found whole; damage is named."""
 
+import gc
 import os
 import random
 import time
@@ -298,3 +299,51 @@ def test_going_on_is_said(tmp_path):
     message = r"holds a version of an earlier training.*after \d+ micro-batches in \d push(es)?; give the store"
     with pytest.warns(UserWarning, match=message):
         train(tmp_path / "store", "gpipe", 0).close()
+
+
+# -- one folder, one pipeline --------------------------------------------------------------------------------------
+
+
+def test_a_folder_stays_where_it_is(tmp_path, monkeypatch):
+    """A process may go to another folder, where another run may have a store of the same name."""
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+    monkeypatch.chdir(tmp_path / "b")
+    train("weights", "gpipe", 3).close()
+    theirs = sorted(path.name for path in (tmp_path / "b" / "weights").iterdir())
+    monkeypatch.chdir(tmp_path / "a")
+    pipe = build("weights", "gpipe")
+    monkeypatch.chdir(tmp_path / "b")
+    pipe.push(*batch(0))
+    pipe.commit()
+    pipe.close()
+    assert sorted(path.name for path in (tmp_path / "b" / "weights").iterdir()) == theirs
+    again = build(tmp_path / "a" / "weights", "gpipe")
+    assert again.pushes == 1
+    again.close()
+
+
+def test_a_store_serves_one_pipeline_at_a_time(tmp_path):
+    store = DiskStore(tmp_path)
+    first = pipeline(network(), "gpipe", store=store)
+    first.push(*data(1)[0])
+    with pytest.raises(StoreError, match="this store serves a pipeline already; close that one, or give the other"):
+        pipeline(network(), "gpipe", store=store)
+    with pytest.raises(ValueError, match="unknown"):
+        pipeline(network(), "no_method", store=store)
+    first.push(*data(1)[0])
+    first.close()
+    second = pipeline(network(), "gpipe", store=store)
+    del first
+    gc.collect()
+    second.push(*data(1)[0])  # the first has nothing left to close
+    second.close()
+    pipeline(network(), "gpipe", store=DiskStore(tmp_path)).close()  # nobody holds the folder
+
+
+def test_a_pipeline_that_is_not_built_leaves_its_folder(folder):
+    with pytest.raises(ValueError, match="unknown"):
+        build(folder, "no_method")
+    with pytest.raises(StoreError, match="give the store another folder"):
+        build(folder, "gpipe")
+    build(folder, "pb").close()
