@@ -232,7 +232,9 @@ class Home:
         if self.flat is None or self.sparse is not None or self.share is not None:
             return True
         place = next(view for other, view in zip(self.slot.params, self.flat.views, strict=True) if other is p)
-        return w.device != place.device or identity(w.untyped_storage()) == identity(place.untyped_storage())
+        storage = w.untyped_storage()  # once, since another thread may bring the weights of a disk store meanwhile
+        away = storage.nbytes() == w.element_size()  # it shows one NaN in its whole shape, or has one number
+        return away or w.device != place.device or identity(storage) == identity(place.untyped_storage())
 
     def spill(self, sums: Sequence[Tensor | None]) -> None:
         """Keep these gradient sums where the weights live."""
