@@ -43,6 +43,7 @@ _WRITTEN = (
     "their .data, as self.weight.data.clamp_(): after other writes, autograd refuses the backwards that still wait; "
     "one that writes into a buffer, as self.count.add_(1), computes with self.count.clone()"
 )
+_Bounds = tuple[float | None, float | None]  # the largest norm of a stage's gradient, and of its entries
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
 
 
@@ -68,7 +69,7 @@ class Worker:
         self.count = stages[0].stages
         self.method, self.delays, self.link, self.replicas = method, delays, link, replicas
         self.clip_norm, self.clip_value, self.samples, self.check_finite = clip_norm, clip_value, samples, check_finite
-        self._due: dict[int, tuple[int, Callable[[], Tensor]]] = {}  # updates whose sums are being computed, by stage
+        self._due: dict[int, tuple[int, _Bounds, Callable[[], Tensor]]] = {}  # whose sums are being computed, by stage
         self.watch: Watch | None = None
         self.options: dict[int, Options] = {}  # by micro-batch, until F of the last own stage is done
         self.entries: dict[int, int] = {}  # the version of stage 0 at which a micro-batch entered
@@ -246,7 +247,8 @@ class Worker:
             self.executor.spread()
             for s, i in ops:
                 self.residence.collect(self.stages[s])
-                self._due[s] = i, self.replicas.start(s, self.stages[s].gradients.packed())
+                summing = self.replicas.start(s, self.stages[s].gradients.packed())
+                self._due[s] = i, (self.clip_norm, self.clip_value), summing
                 if not self.residence.joins:
                     self.settle(s)  # a prefetch must know of every update
 
@@ -257,12 +259,14 @@ class Worker:
         """
         self.executor.spread()
         for s in list(self._due) if stage is None else [stage] if stage in self._due else ():
-            mb, arrive = self._due.pop(s)
+            mb, bounds, arrive = self._due.pop(s)
             self.stages[s].gradients.unpack(arrive())
-            self._measured(self.update, s, "U", mb)
+            self._measured(partial(self.update, bounds=bounds), s, "U", mb)
 
-    def update(self, ops: Ops) -> None:
-        """Do U of each (stage, micro-batch), as one step if method and optimizers allow it."""
+    def update(self, ops: Ops, bounds: _Bounds | None = None) -> None:
+        """Do U of each (stage, micro-batch), as one step if method and optimizers allow it. bounds: those from when it
+        was begun; None: it begins now.
+        """
         ops = self.executor.update(ops)
         if not ops:
             return
@@ -281,7 +285,8 @@ class Worker:
         steps = [self._planned(team, last[team.first.index]) for team in teams]
         kept = [stage.keep() for stage in stages] if self.stash else []
         after = [stage.version + 1 for stage in stages] if self.method.needs_used else []
-        self.residence.update(stages, partial(self._make, stages, last, steps, kept, after))
+        bounds = bounds or (self.clip_norm, self.clip_value)  # another thread may make it later, at other bounds
+        self.residence.update(stages, partial(self._make, stages, last, steps, bounds, kept, after))
         for stage in stages:
             stage.updated()
 
@@ -297,6 +302,7 @@ class Worker:
         stages: Sequence[Stage],
         mbs: dict[int, int],
         steps: Sequence[_Step],
+        bounds: _Bounds,
         kept: Sequence[Weights | None],
         after: Sequence[int],
         sums: Sequence[GradientSums],
@@ -310,7 +316,7 @@ class Worker:
         with torch.no_grad():
             for stage, summed in zip(stages, sums, strict=True):
                 try:
-                    grads[stage.index], clipped = stage.average(summed, self.clip_norm, self.clip_value)
+                    grads[stage.index], clipped = stage.average(summed, *bounds)
                     if self.watch is not None:
                         self.watch.before_update(stage, clipped)
                 except Exception as error:
