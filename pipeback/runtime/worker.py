@@ -22,9 +22,9 @@ from pipeback.methods.base import Method, When, overrides
 from pipeback.private import hooked
 from pipeback.runtime.executor import Executor, JoinedOperations
 from pipeback.runtime.ledger import Ledger
-from pipeback.runtime.link import StageLink
+from pipeback.runtime.link import OtherBatch, StageLink
 from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
-from pipeback.runtime.replicas import Replicas
+from pipeback.runtime.replicas import Replicas, SummedUpdate
 from pipeback.runtime.staleness import Watch
 from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightProvider, forget_casts
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
@@ -69,12 +69,14 @@ class Worker:
         self.count = stages[0].stages
         self.method, self.delays, self.link, self.replicas = method, delays, link, replicas
         self.clip_norm, self.clip_value, self.samples, self.check_finite = clip_norm, clip_value, samples, check_finite
-        self._due: dict[int, tuple[int, _Bounds, Callable[[], Tensor]]] = {}  # whose sums are being computed, by stage
+        # updates whose sums are being computed, by stage
+        self._due: dict[int, tuple[int, _Bounds, SummedUpdate, Callable[[], Tensor]]] = {}
         self.watch: Watch | None = None
         self.options: dict[int, Options] = {}  # by micro-batch, until F of the last own stage is done
         self.entries: dict[int, int] = {}  # the version of stage 0 at which a micro-batch entered
         self.pauses = False  # whether losses are computed outside, that of the newest micro-batch after a pause
         self.start = self.base = self.entered = 0  # entered: updates of stage 0, counted in the order
+        self.given = 0  # micro-batches of all pushes; 0 where updates do not follow from them alone
         self.report: Callable[[int, Tensor], None] = lambda mb, loss: None  # called by the last stage
         self.sizes: dict[int, int] = {}  # samples of each micro-batch, if these weight the mean
         self.ledger = Ledger()
@@ -247,8 +249,9 @@ class Worker:
             self.executor.spread()
             for s, i in ops:
                 self.residence.collect(self.stages[s])
-                summing = self.replicas.start(s, self.stages[s].gradients.packed())
-                self._due[s] = i, (self.clip_norm, self.clip_value), summing
+                turn = SummedUpdate.of(s, self.stages[s].version, self.given)
+                summing = self.replicas.start(s, self.stages[s].gradients.packed(turn))
+                self._due[s] = i, (self.clip_norm, self.clip_value), turn, summing
                 if not self.residence.joins:
                     self.settle(s)  # a prefetch must know of every update
 
@@ -259,8 +262,12 @@ class Worker:
         """
         self.executor.spread()
         for s in list(self._due) if stage is None else [stage] if stage in self._due else ():
-            mb, bounds, arrive = self._due.pop(s)
-            self.stages[s].gradients.unpack(arrive())
+            mb, bounds, turn, arrive = self._due.pop(s)
+            sums = arrive()
+            try:
+                turn.check(self.stages[s].gradients.unpack(sums, len(turn)))
+            except OtherBatch as error:
+                raise self.failure("update", self.stages[s], mb, error) from error
             self._measured(partial(self.update, bounds=bounds), s, "U", mb)
 
     def update(self, ops: Ops, bounds: _Bounds | None = None) -> None:
