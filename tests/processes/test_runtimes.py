@@ -11,7 +11,7 @@ from torch import nn
 
 import pipeback
 from tests.helpers.choice import mostly_rare, rare
-from tests.laws.cases import CASES, FEW, data, flushes, network, pipeline, placeable, weights
+from tests.laws.cases import CASES, FEW, data, everything, flushes, network, pipeline, placeable
 from tests.processes.cases import differences, drawing, flat, sets_modes, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -331,7 +331,7 @@ def cast(**options):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             losses.append(pipe.push(x, y).clone())
     pipe.drain()
-    found = weights(pipe)
+    found = everything(pipe)
     pipe.close()
     return torch.cat([torch.stack(losses).double(), found])
 
