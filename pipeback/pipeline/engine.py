@@ -113,8 +113,8 @@ class Engine:
                     "push needs a loss, but this pipeline has loss=None; call forward and backward, or build it with a "
                     f"loss: with {OWN_LOSS} where the model computes it from labels in x"
                 )
+            batches = self.batches(x, y)  # the data are the same on all ranks, each of which raises an error by itself
             with telling(self.ranks):
-                batches = self.batches(x, y)
                 self.ready(batches)
                 if self.kept is not None:
                     self.kept.note(batches)
