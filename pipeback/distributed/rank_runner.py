@@ -27,6 +27,7 @@ from pipeback.runtime.runners import Command, Read, Threads, Ticks, deliver, mea
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 from pipeback.stages.stage import Stage
+from pipeback.tensors.structures import parts
 
 # Losses that nobody waits for are sent together: to send and receive them one by one would cost more than computing
 # them.
@@ -116,10 +117,17 @@ class RankRunner:
         self.thread.raise_failure()
 
     def relay(
-        self, x: Value, do: Callable[[Sequence[Stage], Value], Value], *, back: bool, mb: int | None = None
+        self,
+        x: Value,
+        do: Callable[[Sequence[Stage], Value], Value],
+        *,
+        back: bool,
+        mb: int | None = None,
+        y: Any = None,
     ) -> Value:
         """Pass a value through the stages of all ranks. do: a rank's part. back: whether every rank gets the result.
         mb: the micro-batch that an error in `do` is told to be of, as a `StageError`; None: it is told as it is.
+        y: what every rank compares the result with, if it gets it; ranks whose x or y differ raise an error.
         """
         number, self.relays = self.relays, self.relays + 1
         result = Awaited([number])
@@ -127,16 +135,20 @@ class RankRunner:
 
         def part(loop: Loop) -> None:
             worker = loop.worker
-            for part in _parts(sorted(worker.stages)):
-                first, last = part[0], part[-1]
+            link: Any = worker.link
+            if back:
+                link.asked[number] = link.mark(number, x, tuple(leaf for leaf in parts(y) if isinstance(leaf, Tensor)))
+            for run in _parts(sorted(worker.stages)):
+                first, last = run[0], run[-1]
                 value = worker.link.recv("E", first, number) if first else x
                 with nullcontext() if mb is None else _of(mb):
-                    value = do([worker.stages[s] for s in part], value)
+                    value = do([worker.stages[s] for s in run], value)
                 if last < worker.count - 1:
                     worker.link.send("E", last + 1, number, value)
                 elif back:
                     self.outputs.pop(number).put(number, value)
                     self._publish(("O", 0, number), value)
+            link.asked.pop(number, None)
 
         self.tell(part)
         self.thread.join()

@@ -11,7 +11,7 @@ import json
 import os
 import time
 import weakref
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
@@ -177,13 +177,19 @@ class Ranks:
             except RuntimeError as error:
                 raise self.lost(self.others, "a process group") from error
 
-    def sums(self, device: torch.device | None) -> RankReplicas | None:
-        """Return the sum over the replicas of these stages, for gradients on this device; None for one replica."""
+    def sums(self, device: torch.device | None, sizes: Mapping[int, int]) -> RankReplicas | None:
+        """Return the sum over the replicas of these stages, for gradients on this device; None for one replica.
+
+        sizes: the numbers of each stage's gradients.
+        """
         if self.replicas > 1 and self._sums is None:
             column = [row[self.index] for row in self.table]
             backend = "nccl" if accelerators.direct(device) else "gloo"
-            group = self.group(column, backend)
-            self._sums = RankReplicas(group, self._ending(group, column) if self.goes_back else self._awaited)
+            groups = {}
+            for size in dict.fromkeys(sizes.values()):
+                group = self.group(column, backend)
+                groups[size] = group, self._ending(group, column) if self.goes_back else self._awaited
+            self._sums = RankReplicas(*next(iter(groups.values())), {s: groups[size] for s, size in sizes.items()})
         return self._sums
 
     def among(

@@ -208,7 +208,8 @@ def _agree(
         masters=options.masters, compile=repr(options.compile),
         take_back=options.debug.take_back,
         store=home and f"{type(home).__name__}(prefetch={home.prefetch})", tensor_parallel=options.tensor.size,
-        plan=repr(options.tensor.plan),
+        plan=repr(options.tensor.plan), vectorize=options.vectorize, skip_zeros=options.streaming.skip_zeros,
+        sparsity=repr(by_name.sparsity(options.streaming.sparsity)),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from pipeback.distributed.rank_runner import RankRunner
 from pipeback.distributed.ranks import Ranks, SingleProcess
-from pipeback.errors import StageError
+from pipeback.errors import RankError, StageError
 from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.build import Built, telling
 from pipeback.pipeline.closed_message import AMID, TAKE_BACK, closed
@@ -113,8 +113,8 @@ class Engine:
                     "push needs a loss, but this pipeline has loss=None; call forward and backward, or build it with a "
                     f"loss: with {OWN_LOSS} where the model computes it from labels in x"
                 )
+            batches = self.batches(x, y)  # the data are the same on all ranks, each of which raises an error by itself
             with telling(self.ranks):
-                batches = self.batches(x, y)
                 self.ready(batches)
                 if self.kept is not None:
                     self.kept.note(batches)
@@ -263,10 +263,11 @@ class Engine:
     def reopen(self) -> None:
         """Stop, because a state will be loaded; micro-batches in flight are lost."""
         if self.error is None and "wait" not in self.amid:
-            with suppress(StageError):  # a worker has failed meanwhile, in what the state replaces
+            with suppress(StageError, RankError):  # a worker has failed meanwhile, in what the state replaces
                 self.kept.settle("load_state_dict()", warn=False) if self.kept is not None else self.wait()
         if self.error is None:
-            self.ranks.gather(None, "load_state_dict()")  # nobody waits for a message any more
+            with suppress(RankError):  # of another rank's worker
+                self.do(partial(self.ranks.gather, None, "load_state_dict()"))  # nobody waits for a message any more
         self.stop()
         if self.kept is not None:
             self.kept.forget()
@@ -383,9 +384,8 @@ class Engine:
 
     def settable(self) -> Iterator[nn.Module]:
         """The modules whose training mode the user may set."""
-        yield from self.model.modules()
-        for stage in self.stages:
-            yield from stage.module.modules()
+        for module in (self.model, *(stage.module for stage in self.stages)):
+            yield from module.modules()
 
     def _settle(self) -> None:
         """Called when the user is about to set a module to train or to evaluate."""

@@ -61,7 +61,7 @@ class Evaluation:
                     batches = engine.entrance.held_out(x, y, size, engine.wait)
                 for x, y, samples in batches:
                     if isinstance(engine.runtime, RankRunner):
-                        found = engine.do(partial(engine.runtime.relay, x, through, back=True))
+                        found = engine.do(partial(engine.runtime.relay, x, through, back=True, y=y))
                     else:
                         found = through(engine.stages, x)
                     output = engine.entrance.leave(found, x, training=False)

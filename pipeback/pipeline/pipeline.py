@@ -159,7 +159,7 @@ class Pipeline(OutsideCalls):
         self._engine.drain(self._saving.drained)
 
     def clip(self, norm: float | None = None, value: float | None = None) -> None:
-        """Clip by other bounds from the next update on; updates that are due already are clipped by these, too."""
+        """Clip by other bounds each update that is not begun yet, also one that is due already."""
         self._engine.clip(norm, value)
 
     def evaluate(

@@ -160,14 +160,17 @@ class Rehearsals:
         value = x
         for stage in stages:
             with self._holding.present(stage):
-                value = rehearse_shape([stage], value, y)
+                value = rehearse_shape([stage], value, y, alone=not self._holding.ranks.several)
         return [], value
 
     def _form(self, stages: Sequence[Stage], x: Value, y: Any) -> tuple[list[float], Value]:
         value = x
         for stage in stages:
             with self._holding.present(stage):
-                value = rehearse_form([stage], self._holding.method, self._delays, value, y, warn=self._warn)
+                value = rehearse_form(
+                    [stage], self._holding.method, self._delays, value, y, warn=self._warn,
+                    alone=not self._holding.ranks.several,
+                )  # fmt: skip
         return [], value
 
 

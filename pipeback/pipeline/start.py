@@ -47,7 +47,8 @@ def start(holding: HeldStages, setting: Setting) -> Runner:
                 stage.learn(mixed=True)  # messages arrive on the CPU
         devices = {stage.device.type for stage in mine if stage.device}
         link, results = connect(ranks, owner, bound, closed, setting.link, devices, holding.method.chunks)
-        sums = None if holding.shards else ranks.sums(mine[0].device)
+        sizes = {stage.index: stage.gradients.numbers for stage in mine}
+        sums = None if holding.shards else ranks.sums(mine[0].device, sizes)
         loop = _loop(holding, setting, mine, link, sums, ranks.replica)
         runner = RankRunner(loop, owner, ranks, results, closed)
         runner.ticks = rank_ticks(runner) if setting.skewed and outside else None

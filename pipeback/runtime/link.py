@@ -99,6 +99,7 @@ class WireLink:
         self.box: dict[Name, Message] = {}
         self.worker, self.owner, self.out, self.into, self.watched, self.mark = worker, owner, out, into, watched, mark
         self.marks: dict[int, int] = {}  # of the micro-batches whose last forward is still to come here
+        self.asked: dict[int, int] = {}  # the marks of values that are passed through the stages, by their numbers
         self._told: dict[Name, int] = {}  # the marks of activations that were not received yet
         self.last = max(s for s, w in enumerate(owner) if w == worker)
         self.blocked: Callable[[], None] = lambda: None  # called when this worker has to wait for another
@@ -114,7 +115,7 @@ class WireLink:
         if receiver == self.worker:
             self.box[kind, stage, mb] = tensor
         else:
-            mark = 0
+            mark = self.asked.get(mb, 0) if kind == "E" else 0
             if kind == "F":
                 mark = self.marks.pop(mb, 0) if stage == self.last + 1 else self.marks.get(mb, 0)
             # a neighbour that has finished needs no more; if it finished too early, the worker that waits for it fails
@@ -133,11 +134,21 @@ class WireLink:
                 while name not in self.box:
                     key, tensor, mark = self.into[worker].recv()
                     self.box[key] = tensor
-                    if key[0] == "F" and self.mark is not None:
+                    if key[0] in ("E", "F") and self.mark is not None:
                         self._told[key] = mark
         if name in self._told:  # not before: a worker may be told of micro-batches that it was not given yet
             sender = self.owner[stage - 1]
+            if kind == "E":
+                self._compare_asked(self.asked.get(mb, 0) ^ self._told.pop(name), sender)
+                return
             self.compare(mb, self._mark(stage, mb) ^ self._told.pop(name), f"worker {sender}")
+
+    def _compare_asked(self, differs: int, sender: int) -> None:
+        if differs:
+            raise OtherBatch(
+                f"worker {sender} evaluates other data than worker {self.worker}; every rank must call evaluate with "
+                "the same data, in the same order"
+            )
 
     def compare(self, mb: int, differs: int, other: str) -> None:
         """Raise `OtherBatch` if the mark of a micro-batch differs from that of another rank."""

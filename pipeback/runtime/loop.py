@@ -72,6 +72,10 @@ class Loop:
             # the last push or this one may be part of a flush
             order.restart(self._schedule(len(batches), at_once=self.at_once))
         worker.placed_by, worker.in_flushes = order.placed, self._flushes()
+        varies = order.policy == "skewed" or self.method.flush_each_push
+        worker.given = 0 if varies else order.arrived + len(batches)
+        if worker.given:
+            worker.residence.compare(worker.given)
         last = worker.count - 1
         at_end = self.at_once or order.policy == "skewed"  # with these the order of operations does not change
         for n, (x, target, size) in enumerate(batches):

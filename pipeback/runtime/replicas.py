@@ -8,15 +8,48 @@ The sums run in the order of the replicas, so that all runtimes have the same bi
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Protocol
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pipeback.runtime.link import Closed
+from pipeback.runtime.link import Closed, OtherBatch
 from pipeback.tensors import accelerators
+
+Wait = Callable[[dist.Work | None], None]
+Talking = tuple[dist.ProcessGroup, Wait]  # a group, and what waits for its work
+
+
+class SummedUpdate(NamedTuple):
+    """Whose update a replica sums gradients for, in numbers that float32 adds up exactly; they travel with these.
+
+    given: micro-batches of all pushes up to this one; 0 if that is not known, or need not be the same.
+    """
+
+    stage: int
+    version: int
+    given: int
+    replicas: int = 1
+
+    @classmethod
+    def of(cls, stage: int, version: int, given: int) -> SummedUpdate:
+        return cls(stage, version % 2**16, given % 2**16)
+
+    def check(self, sums: Sequence[float]) -> None:
+        """Raise `OtherBatch` if the sums over the replicas say that these are not at the same update."""
+        count = sums[-1]
+        if count < 2 or any(total != count * mine for total, mine in zip(sums, self, strict=True)):
+            given = f"was given {self.given} micro-batches and " if self.given else ""
+            raise uneven(f"{given}is at update {self.version + 1}")
+
+
+def uneven(what: str) -> OtherBatch:
+    """The error for replicas that were not given the same. what: what this one was given, or does."""
+    return OtherBatch(
+        f"one replica {what}, and others differ; every replica must push the same number of micro-batches"
+    )
 
 
 class Replicas(Protocol):
@@ -76,25 +109,27 @@ class RankReplicas:
     bits that do not depend on the group's own algorithm.
 
     wait: takes the group's pending work and returns when it is done, or raises an error that names the rank that does
-    not answer.
+    not answer. groups: a group of its own, with its wait, for each stage that has one. Gloo ends the process if vectors
+    of different length meet, as those of different stages would if ranks were not at the same update.
     """
 
-    def __init__(self, group: dist.ProcessGroup, wait: Callable[[dist.Work | None], None]) -> None:
-        self.group, self.wait, self.count = group, wait, group.size()
+    def __init__(self, group: dist.ProcessGroup, wait: Wait, groups: Mapping[int, Talking] | None = None) -> None:
+        self.group, self.wait, self.count, self.groups = group, wait, group.size(), groups or {}
 
     def start(self, stage: int, mine: Tensor) -> Callable[[], Tensor]:
         if accelerators.away(mine.device) and not accelerators.direct(mine.device):
             mine = mine.cpu()  # gloo sums in host memory
+        group, wait = self.groups.get(stage, (self.group, self.wait))
         share = -(-mine.numel() // self.count)
         padded = torch.nn.functional.pad(mine, (0, share * self.count - mine.numel()))
         theirs = torch.empty_like(padded)
-        work = dist.all_to_all_single(theirs, padded, group=self.group, async_op=True)
+        work = dist.all_to_all_single(theirs, padded, group=group, async_op=True)
 
         def finish() -> Tensor:
-            self.wait(work)
+            wait(work)
             total = in_order(list(theirs.view(self.count, share).unbind()))
             whole = torch.empty_like(padded)
-            self.wait(dist.all_gather_into_tensor(whole, total, group=self.group, async_op=True))
+            wait(dist.all_gather_into_tensor(whole, total, group=group, async_op=True))
             return whole[: mine.numel()]
 
         return finish

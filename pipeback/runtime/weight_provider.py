@@ -53,6 +53,7 @@ class WeightProvider(Protocol):
     def moves(self) -> list[tuple[float, float, str, int]]:
         """The recorded transfers: (start, end, "fetch" or "store", stage), in seconds."""
 
+    def compare(self, given: int) -> None: ...
     def ahead(self, waves: Iterable[Wave]) -> Iterable[Wave]: ...
     def forward(self, ops: Ops) -> Sequence[Any]: ...
     def after_forward(self, held: Sequence[Any], ops: Ops) -> None: ...
@@ -85,6 +86,9 @@ class ResidentWeights:
         self._backward_hook = overrides(method, "backward_weights") or self._stash
         # whether every B runs on what F used, so that the method need not be asked
         self._on_used = self._stash and told is not None and told.used and not told.back
+
+    def compare(self, given: int) -> None:
+        """Do nothing, since nothing is fetched together with other replicas."""
 
     def ahead(self, waves: Iterable[Wave]) -> Iterable[Wave]:
         return waves

@@ -22,9 +22,9 @@ from pipeback.methods.base import Method, When, overrides
 from pipeback.private import hooked
 from pipeback.runtime.executor import Executor, JoinedOperations
 from pipeback.runtime.ledger import Ledger
-from pipeback.runtime.link import StageLink
+from pipeback.runtime.link import OtherBatch, StageLink
 from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
-from pipeback.runtime.replicas import Replicas
+from pipeback.runtime.replicas import Replicas, SummedUpdate
 from pipeback.runtime.staleness import Watch
 from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightProvider, forget_casts
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
@@ -43,6 +43,7 @@ _WRITTEN = (
     "their .data, as self.weight.data.clamp_(): after other writes, autograd refuses the backwards that still wait; "
     "one that writes into a buffer, as self.count.add_(1), computes with self.count.clone()"
 )
+_Bounds = tuple[float | None, float | None]  # the largest norm of a stage's gradient, and of its entries
 _Step = tuple[StageGroup, int, Sequence[Options], When | None]  # who steps, and with the options of which micro-batch
 
 
@@ -68,12 +69,14 @@ class Worker:
         self.count = stages[0].stages
         self.method, self.delays, self.link, self.replicas = method, delays, link, replicas
         self.clip_norm, self.clip_value, self.samples, self.check_finite = clip_norm, clip_value, samples, check_finite
-        self._due: dict[int, tuple[int, Callable[[], Tensor]]] = {}  # updates whose sums are being computed, by stage
+        # updates whose sums are being computed, by stage
+        self._due: dict[int, tuple[int, _Bounds, SummedUpdate, Callable[[], Tensor]]] = {}
         self.watch: Watch | None = None
         self.options: dict[int, Options] = {}  # by micro-batch, until F of the last own stage is done
         self.entries: dict[int, int] = {}  # the version of stage 0 at which a micro-batch entered
         self.pauses = False  # whether losses are computed outside, that of the newest micro-batch after a pause
         self.start = self.base = self.entered = 0  # entered: updates of stage 0, counted in the order
+        self.given = 0  # micro-batches of all pushes; 0 where updates do not follow from them alone
         self.report: Callable[[int, Tensor], None] = lambda mb, loss: None  # called by the last stage
         self.sizes: dict[int, int] = {}  # samples of each micro-batch, if these weight the mean
         self.ledger = Ledger()
@@ -246,7 +249,9 @@ class Worker:
             self.executor.spread()
             for s, i in ops:
                 self.residence.collect(self.stages[s])
-                self._due[s] = i, self.replicas.start(s, self.stages[s].gradients.packed())
+                turn = SummedUpdate.of(s, self.stages[s].version, self.given)
+                summing = self.replicas.start(s, self.stages[s].gradients.packed(turn))
+                self._due[s] = i, (self.clip_norm, self.clip_value), turn, summing
                 if not self.residence.joins:
                     self.settle(s)  # a prefetch must know of every update
 
@@ -257,12 +262,18 @@ class Worker:
         """
         self.executor.spread()
         for s in list(self._due) if stage is None else [stage] if stage in self._due else ():
-            mb, arrive = self._due.pop(s)
-            self.stages[s].gradients.unpack(arrive())
-            self._measured(self.update, s, "U", mb)
+            mb, bounds, turn, arrive = self._due.pop(s)
+            sums = arrive()
+            try:
+                turn.check(self.stages[s].gradients.unpack(sums, len(turn)))
+            except OtherBatch as error:
+                raise self.failure("update", self.stages[s], mb, error) from error
+            self._measured(partial(self.update, bounds=bounds), s, "U", mb)
 
-    def update(self, ops: Ops) -> None:
-        """Do U of each (stage, micro-batch), as one step if method and optimizers allow it."""
+    def update(self, ops: Ops, bounds: _Bounds | None = None) -> None:
+        """Do U of each (stage, micro-batch), as one step if method and optimizers allow it. bounds: those from when it
+        was begun; None: it begins now.
+        """
         ops = self.executor.update(ops)
         if not ops:
             return
@@ -281,7 +292,8 @@ class Worker:
         steps = [self._planned(team, last[team.first.index]) for team in teams]
         kept = [stage.keep() for stage in stages] if self.stash else []
         after = [stage.version + 1 for stage in stages] if self.method.needs_used else []
-        self.residence.update(stages, partial(self._make, stages, last, steps, kept, after))
+        bounds = bounds or (self.clip_norm, self.clip_value)  # another thread may make it later, at other bounds
+        self.residence.update(stages, partial(self._make, stages, last, steps, bounds, kept, after))
         for stage in stages:
             stage.updated()
 
@@ -297,6 +309,7 @@ class Worker:
         stages: Sequence[Stage],
         mbs: dict[int, int],
         steps: Sequence[_Step],
+        bounds: _Bounds,
         kept: Sequence[Weights | None],
         after: Sequence[int],
         sums: Sequence[GradientSums],
@@ -310,7 +323,7 @@ class Worker:
         with torch.no_grad():
             for stage, summed in zip(stages, sums, strict=True):
                 try:
-                    grads[stage.index], clipped = stage.average(summed, self.clip_norm, self.clip_value)
+                    grads[stage.index], clipped = stage.average(summed, *bounds)
                     if self.watch is not None:
                         self.watch.before_update(stage, clipped)
                 except Exception as error:

@@ -179,8 +179,15 @@ class Gradients:
                 self._intercepts = Intercepts(self.params, self._add)
         return self._intercepts
 
-    def packed(self) -> Tensor:
-        """Return what replicas add up as one vector: all gradients, flags of the weights that have one, the count."""
+    @property
+    def numbers(self) -> int:
+        """How many numbers of gradients `packed` returns."""
+        return sum(p.numel() for p in self.params) + sum(len(self.params[n]) for n in self.rows)
+
+    def packed(self, told: Sequence[float] = ()) -> Tensor:
+        """Return what replicas add up as one vector: all gradients, flags of the weights that have one, the count, and
+        what else is told.
+        """
         there = [float(g is not None) for g in self.values]
         kind = self.params[0] if self.params else torch.empty(0)
         pairs = list(zip(self.params, self.values, strict=True))
@@ -188,14 +195,14 @@ class Gradients:
         grads += [_touched(*pairs[n]) for n in self.rows]
         # a half type cannot count far; sums of two replicas in float32 round to the same half
         dtype = torch.promote_types(kind.dtype, torch.float32)
-        tail = torch.tensor([*there, self.count], dtype=dtype, device=kind.device)
+        tail = torch.tensor([*there, self.count, *told], dtype=dtype, device=kind.device)
         return torch.cat([*(g.flatten().to(kind.device, dtype) for g in grads), tail])
 
-    def unpack(self, total: Tensor) -> None:
-        """Replace the sums and the count by those over all replicas."""
+    def unpack(self, total: Tensor, told: int = 0) -> Sequence[float]:
+        """Replace the sums and the count by those over all replicas; return those of the numbers that were told."""
         n = len(self.params)
-        flags: list[float] = total[total.numel() - n - 1 :].tolist()
-        count, at = flags.pop(), 0
+        tail: list[float] = total[total.numel() - n - 1 - told :].tolist()
+        flags, count, at = tail[:n], tail[n], 0
         values: list[Tensor | None] = []
         for p, there in zip(self.params, flags, strict=True):
             values.append(total[at : at + p.numel()].view_as(p).to(p) if there else None)
@@ -208,6 +215,7 @@ class Gradients:
             )
         self.put(values)
         self.count = count
+        return tail[n + 1 :]
 
 
 def nothing(set_to_none: bool = True) -> None:

@@ -39,7 +39,8 @@ from pipeback.stages.recomputed_functions import Afresh, looking
 from pipeback.stages.stage import Stage
 from pipeback.tensors.copies import equal, storages, tensors_in
 
-_OTHER = "this micro-batch, which is unlike those before; nothing was trained on it, and others may be pushed"
+_OTHER = "this micro-batch, which is unlike those before; nothing was trained on it"
+_GOES_ON = ", and others may be pushed"
 
 
 def rehearse(
@@ -101,31 +102,42 @@ def rehearse(
     return _alike(seconds, kinds, loss), value
 
 
-def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any) -> Value:
-    """Do the cheap checks, of outputs and normalisations, for a micro-batch smaller than any before."""
+def rehearse_shape(stages: Sequence[Stage], x: Value, target: Any, *, alone: bool = True) -> Value:
+    """Do the cheap checks, of outputs and normalisations, for a micro-batch smaller than any before.
+
+    alone: whether no other rank takes part, which would not know that this one goes on after an error.
+    """
     value = cut(x)
     for stage in stages:
         with untouched(stage), norm_check.watching(stage), stage.calling(stage.module), noticed() as calls:
             _, given = stage.enter(value)
             # with a graph, since the module may differentiate something itself
             given = _copied(given)
-            value = cut(_apart(stage, _checked(stage, _guarded(stage, given, target, _OTHER), given, target)))
+            value = cut(_apart(stage, _checked(stage, _guarded(stage, given, target, _other(alone)), given, target)))
         stage.learn(control_flow=stage.learnt.control_flow or bool(calls))
     return value
 
 
 def rehearse_form(
-    stages: Sequence[Stage], method: Method, delays: Sequence[int], x: Value, target: Any, *, warn: bool = False
-) -> Value:
-    """Check which functions of the weights a graph saves, for a micro-batch of a form that none has had before."""
+    stages: Sequence[Stage], method: Method, delays: Sequence[int], x: Value, target: Any, *, warn: bool = False,
+    alone: bool = True,
+) -> Value:  # fmt: skip
+    """Check which functions of the weights a graph saves, for a micro-batch of a form that none has had before.
+
+    alone: as for `rehearse_shape`.
+    """
     value = cut(x)
     for stage in stages:
         if stale_weights_check.guarded(stage, method, delays) and not isinstance(stage.call, Compiled):
             stale_weights_check.refuse(stage, value, target, method, warn)
         with untouched(stage), stage.calling(stage.module), noticed() as calls:
-            value = cut(_apart(stage, _guarded(stage, _copied(stage.enter(value)[1]), target, _OTHER)))
+            value = cut(_apart(stage, _guarded(stage, _copied(stage.enter(value)[1]), target, _other(alone))))
         stage.learn(control_flow=stage.learnt.control_flow or bool(calls))
     return value
+
+
+def _other(alone: bool) -> str:
+    return _OTHER + (_GOES_ON if alone else "")
 
 
 def _learn(stage: Stage, value: Value, target: Any) -> None:

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from pipeback.runtime.replicas import in_order
+from pipeback.runtime.replicas import in_order, uneven
 from pipeback.stages.joint_optimizer import separable
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
@@ -46,6 +46,19 @@ class ReplicaGroup(NamedTuple):
     updating: Collective
     keeping: Collective  # a group in host memory, for states and norms
     stalled: Callable[[str], AbstractContextManager[None]]  # a context in which a thread waits for the other ranks
+
+    def compare(self, given: int) -> None:
+        """Raise `OtherBatch` unless all replicas were given as many micro-batches; each calls it before a fetch.
+
+        Gloo ends the process if fetches of different length meet.
+        """
+        group, wait, nccl = self.fetching
+        device = accelerators.mine() if nccl else torch.device("cpu")
+        mine = torch.tensor([given], device=device)
+        every = torch.empty(group.size(), dtype=mine.dtype, device=device)
+        wait(dist.all_gather_into_tensor(every, mine, group=group, async_op=True))
+        if any(other != given for other in every.tolist()):
+            raise uneven(f"was given {given} micro-batches")
 
 
 class Shard:

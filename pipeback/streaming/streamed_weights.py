@@ -92,6 +92,11 @@ class StreamedWeights:
         self._ticks = any(stage.stack is not None for stage in stages)
         self._policy.prefetch = units_ahead(self.store.prefetch, map(len, self._units.values()))
 
+    def compare(self, given: int) -> None:
+        """Compare with the other replicas how many micro-batches they were given, where these fetch together."""
+        if self.column is not None:
+            self._fetching.submit(self.column.compare, given).result()
+
     # -- operations ----------------------------------------------------------------------------------------------
 
     def ahead(self, waves: Iterable[Wave]) -> Iterator[Wave]:

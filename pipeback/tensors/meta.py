@@ -25,6 +25,7 @@ def move(tensors: Iterable[Tensor], device: torch.device | str) -> None:
 
     Sparse ones stay as they are, since how many values they have is a value, too.
     """
+    torch.clear_autocast_cache()  # it keeps weak references to weights, which prevent a move
     for tensor in tensors:
         if tensor.layout is not torch.strided:
             continue

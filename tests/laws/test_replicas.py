@@ -134,7 +134,7 @@ def test_other_stages_work_while_a_sum_is_on_its_way():
     loop = pipe._engine.runtime.loops[0]
     forward, update = loop.worker.forward, loop.worker.update
     loop.worker.forward = lambda ops: (order.extend(("F", s, i) for s, i in ops), forward(ops))
-    loop.worker.update = lambda ops: (order.extend(("U", s, i) for s, i in ops), update(ops))
+    loop.worker.update = lambda ops, **more: (order.extend(("U", s, i) for s, i in ops), update(ops, **more))
     for x, y in batches[15:]:
         pipe.push(x, y)
     pipe.wait()

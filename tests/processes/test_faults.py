@@ -128,7 +128,7 @@ def test_one_rank_ends_all(crew, what, link):
                 assert "the forward of stage 2, micro-batch" in message, message
 
 
-def goes_on_after_a_fault(rank):
+def goes_on_after_a_fault(rank, reads=False):
     """A stage fails on one rank; all take up the last state and go on, in the same processes."""
     stages = model()
     stages[4] = nn.Sequential(stages[4], Odd("raise", 40 if rank == 1 else 10**9))
@@ -140,7 +140,7 @@ def goes_on_after_a_fault(rank):
     state = pipe.state_dict()
     with pytest.raises((pipeback.RankError, pipeback.StageError)):
         for x, y in batches[4:] * 10:
-            pipe.push(x, y)
+            (float if reads else id)(pipe.push(x, y))
         pipe.wait()
     pipe.load_state_dict(state)
     losses = [float(pipe.push(x, y)) for x, y in batches[4:]]
@@ -148,11 +148,12 @@ def goes_on_after_a_fault(rank):
     return losses
 
 
-def test_load_state_dict_reopens_all_ranks(crew):
+@pytest.mark.parametrize("reads", [False, True])
+def test_load_state_dict_reopens_all_ranks(crew, reads):
     crew = crew.ranks(2)
     pipe = pipeline(model(), "pb")
     wanted = [float(pipe.push(x, y)) for x, y in data(12)][4:]
-    assert crew.run(goes_on_after_a_fault, each=range(2)) == [wanted, wanted]
+    assert crew.run(goes_on_after_a_fault, reads, each=range(2)) == [wanted, wanted]
 
 
 # -- what differs between ranks ----------------------------------------------------------------------------------------

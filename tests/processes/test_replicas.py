@@ -1,11 +1,16 @@
 """Law: replicas over processes equal those emulated in one, bit for bit, with any number of them."""
 
+from itertools import pairwise
+
 import pytest
+import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import pipeback
 from tests.helpers.choice import rare
+from tests.laws.cases import data, network, pipeline, weights
 from tests.processes.cases import differences, train
 from tests.processes.crew import Failed
 
@@ -51,6 +56,51 @@ def test_a_mesh_says_who_is_where(crew):
     wanted = {key: wanted[key] for key in KEPT}
     for found in crew.run(with_ranks, "plain", "pb", 2, mesh=[[3, 1], [0, 2]]):
         assert differences(found, wanted) == []
+
+
+def shorter(build, store=None):
+    """Replicas whose second batch has a rest of other lengths; what that ends in."""
+    pipe = pipeline(
+        build(), "pb", replicas=2, micro_batch_size=2, store=store, workers=pipeback.Processes(timeout=20.0)
+    )
+    x, y = data(1, samples=8)[0]
+    pipe.push(x, y)
+    keep = 4 if dist.get_rank() == 0 else 8
+    try:
+        pipe.push(x[:keep], y[:keep])
+        pipe.drain()
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+def unlike():
+    """Stages of different sizes."""
+    return nn.Sequential(*[nn.Linear(a, b) for a, b in pairwise((6, 5, 8, 7, 4, 6))])
+
+
+@pytest.mark.parametrize(("build", "store"), [(network, None), (unlike, None), (unlike, "host")])
+def test_replicas_that_push_other_numbers_of_micro_batches_are_told(crew, build, store):
+    for found in crew.ranks(2).run(shorter, build, store):
+        assert "every replica must push the same number of micro-batches" in found
+    crew.again()
+
+
+@pytest.mark.parametrize("store", [None, "host"])
+def test_a_flush_may_be_of_other_numbers_of_micro_batches(crew, store):
+    """The mean is over all of them."""
+    first, second = crew.ranks(2).run(flushes, store)
+    assert torch.equal(first, second)
+
+
+def flushes(store):
+    pipe = pipeline(network(), "gpipe", replicas=2, micro_batch_size=2, store=store)
+    for x, y in data(3, samples=8):
+        keep = 4 if dist.get_rank() == 0 else 8
+        pipe.push(x[:keep], y[:keep])
+    found = weights(pipe)
+    pipe.close()
+    return found
 
 
 def uneven():

@@ -11,7 +11,7 @@ from torch import nn
 
 import pipeback
 from tests.helpers.choice import mostly_rare, rare
-from tests.laws.cases import CASES, FEW, data, flushes, pipeline, placeable
+from tests.laws.cases import CASES, FEW, data, everything, flushes, network, pipeline, placeable
 from tests.processes.cases import differences, drawing, flat, sets_modes, train
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
@@ -321,3 +321,21 @@ def test_pipelines_one_after_the_other_keep_no_process_groups(crew, replicas):
         if not max(found):
             pytest.skip("this version of torch does not name such threads")
         assert max(found[4:]) <= max(found[:4]), found
+
+
+def cast(**options):
+    """Pushes under autocast, from the first one on; losses and weights."""
+    pipe = pipeline(network(), "pb", **options)
+    losses = []
+    for x, y in data(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            losses.append(pipe.push(x, y).clone())
+    pipe.drain()
+    found = everything(pipe)
+    pipe.close()
+    return torch.cat([torch.stack(losses).double(), found])
+
+
+def test_pushes_under_autocast(crew):
+    wanted = cast()
+    assert all(torch.equal(found, wanted) for found in crew.ranks(2).run(cast))
