@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+import pipeback
 from pipeback import draw
 from pipeback.draw import perfetto as traces
 from pipeback.draw.worker_bands import beside
@@ -241,3 +242,25 @@ def test_workers_of_several_parts_in_text_and_pictures(capsys, tmp_path):
     check_events(written, pipe.owner)
     pipe.close()
     plt.close("all")
+
+
+@pytest.mark.parametrize(
+    "name", ["gpipe", "one_f_one_b", "looped_bfs", "interleaved", "zb_h1", "zb_h2", "zb_v", "pipedream_2bw"]
+)
+def test_the_command_draws_flushes_of_as_many_micro_batches_as_are_asked_for(name):
+    method = command.build(name, 8)
+    assert method.micro_batches == 8 and command.build(f"{name}:micro_batches=4", 8).micro_batches == 4
+    chunks = method.chunks if method.by_worker else 1
+    schedule = command.scheduled(name, method, 4 * chunks)
+    costs = {"F": 2, "B": 4, "I": 2, "W": 2, "U": 0}
+    costs = {kind: time // chunks for kind, time in costs.items()}
+    begins = [s.start for s in timeline(schedule, 4 * chunks, 64, costs) if s.stage == 0 and s.op.kind == "F"]
+    idle = 1 - 8 * 6 / (begins[48] - begins[40])
+    table = Path(__file__).parents[2] / "docs/how-to/bubbles.md"
+    told = [line.split("|")[3] for line in table.read_text().splitlines() if line.startswith(f"| `{name}` ")]
+    assert f" {idle:.0%} ".replace("%", " %") == (told[0] if told else " 0 % ")
+
+
+def test_methods_that_do_not_flush_are_drawn_as_they_are():
+    assert command.build("pb", 8).schedule == pipeback.methods.create("pb").schedule
+    assert command.build("pipemare", 8).micro_batches == 1
