@@ -22,6 +22,7 @@ from tests.laws.cases import CASES, STAGES, data, network, pipeline, weights
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.text import Text
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -264,3 +265,14 @@ def test_the_command_draws_flushes_of_as_many_micro_batches_as_are_asked_for(nam
 def test_methods_that_do_not_flush_are_drawn_as_they_are():
     assert command.build("pb", 8).schedule == pipeback.methods.create("pb").schedule
     assert command.build("pipemare", 8).micro_batches == 1
+
+
+@pytest.mark.parametrize(("name", "stages"), [("one_f_one_b", 1), ("one_f_one_b", 2), ("zb_h1", 2)])
+def test_the_title_of_a_small_picture_does_not_touch_its_legend(name, stages):
+    method = pipeback.methods.create(name, micro_batches=2)
+    figure = draw.compare({name: method.schedule}, stages, 2)
+    figure.canvas.draw()
+    (ax,) = figure.axes
+    (title,) = [text for text in ax.findobj(Text) if text.get_text().startswith(name)]
+    assert title.get_window_extent().x1 < ax.get_legend().get_window_extent().x0
+    plt.close(figure)
