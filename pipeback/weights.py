@@ -39,7 +39,7 @@ def fill(module: nn.Module, path: Path, names: Mapping[str, str], label: str) ->
                     "this one"
                 )
             found += 1
-            with _safetensors().safe_open(file, framework="pt") as stored:
+            with _opened(file) as stored:
                 value = stored.get_tensor(names[name])
             if value.shape != tensor.shape:
                 raise ValueError(
@@ -117,8 +117,20 @@ def _places(path: Path) -> dict[str, Path]:
     file = path / "model.safetensors" if path.is_dir() else path
     if not file.is_file():
         raise ValueError(f"init={str(path)!r}: there is no safetensors file, nor a folder with {INDEX}")
-    with _safetensors().safe_open(file, framework="pt") as stored:
+    with _opened(file) as stored:
         return dict.fromkeys(stored.keys(), file)
+
+
+def _opened(file: Path) -> Any:
+    """A safetensors file, opened. Raises ValueError if it is another file, or damaged."""
+    library = _safetensors()
+    try:
+        return library.safe_open(file, framework="pt")
+    except library.SafetensorError as error:
+        raise ValueError(
+            f"{file} is no whole safetensors file ({error}); write the weights with pipeback.weights.save() or "
+            "safetensors.torch.save_file()"
+        ) from error
 
 
 def _safetensors() -> Any:

@@ -263,7 +263,8 @@ def build(entry: str, flush: int) -> pipeback.Method:
     for pair in filter(None, rest.split(":")):
         key, _, value = pair.partition("=")
         given[key] = int(value) if value.lstrip("-").isdecimal() else value
-    if name in ("gpipe", "one_f_one_b", "interleaved", "looped_bfs", "pipedream_2bw"):
+    asked = pipeback.methods.options(name).get("micro_batches")
+    if asked is not None and asked.default in (None, asked.empty):  # else each push would be a flush, of one
         given.setdefault("micro_batches", flush)
     if name == "pipemare":
         given.setdefault("anneal", 100)

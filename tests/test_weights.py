@@ -76,6 +76,22 @@ def test_what_does_not_fit(tmp_path):
         pipeline(absent(), "pb", store=pipeback.Streaming(init=tmp_path / "c.safetensors"))
 
 
+def test_a_file_that_is_no_safetensors(tmp_path):
+    file = tmp_path / "weights.pt"
+    torch.save(model().state_dict(), file)
+    with pytest.raises(
+        ValueError, match=rf"{file} is no whole safetensors file \(.*\); write the weights with pipeback"
+    ):
+        pipeline(absent(), "pb", store=pipeback.Streaming("host", init=file))
+
+
+@pytest.mark.parametrize("init", ["nowhere", lambda module: None], ids=["path", "function"])
+def test_values_for_a_model_that_has_them(init):
+    with pytest.raises(ValueError, match=r'but the model has its values; build it in torch.device\("meta"\), or leave'):
+        pipeline(model(), "pb", store=pipeback.Streaming("host", init=init))
+    pipeline(model(), "pb", store=pipeback.Streaming("host"))
+
+
 def test_every_name_of_tied_weights(tmp_path):
     def tied(tie):
         torch.manual_seed(0)

@@ -205,4 +205,18 @@ def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, 
         if n < len(runs) - 1:
             ax.set_xlabel("")
             ax.set_xticklabels([])
+    _widen(figure)
     return figure
+
+
+def _widen(figure: Any) -> None:
+    """Make a figure at least so wide that no title touches the legend beside it."""
+    from matplotlib.text import Text
+
+    width, height = figure.get_size_inches()
+    least = 0.0
+    for ax in figure.axes:
+        titles = [text for text in ax.findobj(Text, include_self=False) if text.get_text() == ax.get_title("left")]
+        beside = [*titles, *([] if ax.get_legend() is None else [ax.get_legend()])]
+        least = max(least, sum(each.get_window_extent().width for each in beside) / figure.dpi)
+    figure.set_size_inches(max(width, least + 1.0), height)  # an inch for the numbers of stages, and between the two

@@ -138,11 +138,12 @@ class OneDevice:
             fit.drain()
             return
         fit.averaged = True
-        warnings.warn(
-            "a callback has put other weights into the model since the last step, as weight averaging does; what was "
-            "still in flight was computed on those before and is not applied",
-            stacklevel=3,
-        )
+        if any(fit.pipe.in_flight):
+            warnings.warn(
+                "a callback has put other weights into the model since the last step, as weight averaging does; what "
+                "was still in flight was computed on those before and is not applied",
+                stacklevel=3,
+            )
 
     def leave(self, state: FitState) -> None:
         """Bring what lives in a store back into the module, in host memory.

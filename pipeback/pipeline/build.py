@@ -18,7 +18,7 @@ from pipeback.methods.base import Method, overrides
 from pipeback.pipeline import by_name
 from pipeback.pipeline.method_choice import chosen
 from pipeback.pipeline.named_parameters import by_stage
-from pipeback.pipeline.option_checks import check_going_back, check_whole_weights
+from pipeback.pipeline.option_checks import check_going_back, check_init, check_whole_weights
 from pipeback.pipeline.options import PipelineOptions
 from pipeback.pipeline.reference_batch import scaling
 from pipeback.pipeline.stage_builder import StageBuilder
@@ -75,6 +75,7 @@ def build(model: nn.Module | Sequence[nn.Module] | Split, options: PipelineOptio
         if not isinstance(model, Split):
             cuts = options.splitting
             model = split_model(model, cuts.stages, options.example, cuts.leaves, cuts.balance)
+        check_init(streaming.init, model.model)
         parts, n = model.parts, len(model.parts)
         factories = by_stage(options.optimizer, model.model, parts)
         method = chosen(options.method, factories, parts)

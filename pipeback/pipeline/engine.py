@@ -197,7 +197,7 @@ class Engine:
         with self.lock, recording():
             self.open("drain")
             if self.runtime is not None:
-                self._followers.follow(self.join, partial(self.do, self.runtime.drain))
+                self._followers.follow(self.join, partial(self.do, partial(self._rehearsals.drain, self.runtime)))
                 self.ranks.meet("drain()")
                 self.modes.done()
                 if self.kept is not None:

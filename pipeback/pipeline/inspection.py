@@ -45,7 +45,7 @@ class Inspection:
     def text(self) -> str:
         """The pipeline in one line. It waits for nothing: what is in flight is what the order has let in."""
         engine = self._engine
-        state = f"{max(self._in_flight(), default=0)} in flight" if engine.error is None else "closed"
+        state = f"{max(self.in_flight(), default=0)} in flight" if engine.error is None else "closed"
         delays = ", ".join(map(str, engine.delays[:4])) + (", …" if len(engine.delays) > 4 else "")
         what = f"{counted(len(engine.stages), 'stage')}, {engine.method!r}, delays {delays}"
         return f"Pipeline({what}; {engine.arrived} pushed, {state})"
@@ -53,7 +53,7 @@ class Inspection:
     def html(self) -> str:
         """The pipeline as a table of its stages. It waits for nothing either."""
         engine = self._engine
-        here, flights = {stage.index for stage in engine.holding.mine}, self._in_flight()
+        here, flights = {stage.index for stage in engine.holding.mine}, self.in_flight()
         rows = [
             (
                 s,
@@ -69,7 +69,7 @@ class Inspection:
         head = ["stage", "name", "module", "delay", "in flight", *(["where"] if elsewhere else [])]
         return table(self.text(), head, rows if elsewhere else [row[:-1] for row in rows])
 
-    def _in_flight(self) -> list[int]:
+    def in_flight(self) -> list[int]:
         """Micro-batches of which each stage has done F and not B, as this process's order counts them."""
         engine = self._engine
         if engine.error is not None or not engine.loops:

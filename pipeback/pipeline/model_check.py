@@ -103,20 +103,19 @@ class ModelCheck:
             self._check_trained()
 
     def _check_trained(self) -> None:
-        """Raise RuntimeError if a weight to be trained has no optimizer, or is frozen where this goes unnoticed."""
+        """Raise RuntimeError if a weight to be trained has no optimizer, or is frozen in a store."""
         for stage in self.stages:
-            mine, apart = {id(p) for p in stage.params}, stage.home.slot is None and stage.stack is None
+            mine = {id(p) for p in stage.params}
             for name, p in stage.module.named_parameters():
                 if p.requires_grad and id(p) not in mine:
                     raise RuntimeError(
                         f"{stage.label}: {name} was frozen when the pipeline was built, which does not train it; build "
                         "a new Pipeline now that requires_grad is set"
                     )
-                if not p.requires_grad and id(p) in mine and not apart:
-                    why = "lives in a store" if stage.stack is None else "runs as one with its neighbours"
+                if not p.requires_grad and id(p) in mine and stage.home.slot is not None:
                     raise RuntimeError(
-                        f"{stage.label} {why}, where {name} cannot be frozen in between; build a new Pipeline once "
-                        "requires_grad is set"
+                        f"{stage.label} lives in a store, where {name} cannot be frozen in between; build a new "
+                        "Pipeline once requires_grad is set"
                     )
 
     def _check_hooks(self) -> None:

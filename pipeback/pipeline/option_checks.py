@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -19,6 +20,7 @@ from pipeback.stages.joint_optimizer import own_step, replaced_step
 from pipeback.stages.stage import OptimizerFactory, Stage
 from pipeback.streaming.store import DeviceStore, Store
 from pipeback.tensors import batches as batches_in
+from pipeback.tensors import meta
 
 
 def checked_factory(optimizer: OptimizerFactory, s: int) -> OptimizerFactory:
@@ -345,4 +347,14 @@ def check_going_back(every: int, link: str, devices: Collection[str], replicas: 
         raise ValueError(
             f"take_back={every}: a wait for NCCL does not end when another rank has failed; use "
             "workers=pipeback.Processes(link='gloo') and no replicas, or leave take_back out"
+        )
+
+
+def check_init(init: Any, model: nn.Module) -> None:
+    """Raise ValueError if values are given to a model that has them already."""
+    if init is not None and not meta.absent(model):
+        what = f"{str(init)!r}" if isinstance(init, (str, Path)) else "a function"
+        raise ValueError(
+            f"Streaming(init=) is {what}, which gives values to weights on the meta device, but the model has its "
+            'values; build it in torch.device("meta"), or leave init out'
         )

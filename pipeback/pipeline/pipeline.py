@@ -276,6 +276,11 @@ class Pipeline(OutsideCalls):
         return self._engine.arrived
 
     @property
+    def in_flight(self) -> list[int]:
+        """Micro-batches of which each stage has done F and not B. With workers, call `wait` before."""
+        return self._inspection.in_flight()
+
+    @property
     def pushes(self) -> int:
         """Pushes so far, those of a loaded state included: `for step in range(pipe.pushes, steps)` goes on after it."""
         self._engine.progress.ask()

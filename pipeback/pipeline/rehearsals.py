@@ -13,10 +13,12 @@ import torch
 from pipeback.distributed.held_stages import HeldStages
 from pipeback.pipeline.slices import unlike
 from pipeback.runtime.loop import Batch
+from pipeback.runtime.runners import Runner
 from pipeback.stages.flight import Value, keep_settings
 from pipeback.stages.module_settings import Mirror, Settings
 from pipeback.stages.rehearsal import rehearse, rehearse_form, rehearse_shape
 from pipeback.stages.stage import Stage
+from pipeback.stages.trained_weights import Trained
 from pipeback.tensors import accelerators
 
 Form = tuple[Any, ...]
@@ -32,7 +34,7 @@ class Rehearsals:
     what graphs save      for a micro-batch of another form than all before: shapes, types, autocast
 
     If numbers in modules have changed (a dropout probability), a stage may draw random numbers from then on, and the
-    graphs of stages that run as one are traced anew.
+    graphs of stages that run as one are traced anew. If weights were frozen, such stages run one by one meanwhile.
 
     delays: of every stage. weights: the names of those that the model trains, by identity. warn: layers that save
     functions of their weights give a warning and not an error.
@@ -46,6 +48,7 @@ class Rehearsals:
         self._modes = Settings([], "modes")  # of all modules
         self._settings: list[tuple[Stage, Settings]] = []  # of each stage
         self._joined = Settings.joined(())  # the same, for one pass before every push
+        self._trained = Trained(())  # weights of stages that run as one
         every = [[m for stage in stages for m in stage.module.modules()] for stages in holding.everywhere]
         self._mirror = Mirror(every) if len(every) > 1 else None  # the user sets those of the first replica
 
@@ -66,7 +69,7 @@ class Rehearsals:
 
     def due(self, batches: Sequence[Batch]) -> bool:
         """Whether one of these micro-batches has to be rehearsed."""
-        if self._smallest is None or self._anew or self._set_anew:
+        if self._smallest is None or self._anew or self._set_anew or self._trained.changed():
             return True
         # with shards, replicas would have to gather weights for it all at once, whatever they push
         other = smallest(batches)[2] < self._smallest or _kind(batches[0]) not in self._kinds
@@ -92,6 +95,8 @@ class Rehearsals:
                     stage.random.begin(stage.generator)
                 if stage.stack is not None:
                     stacks[id(stage.stack)] = stage.stack
+        if self._trained.changed():
+            self._follow_frozen()
         for stack in stacks.values():
             stack.renew()  # once, however many of its stages are set otherwise
         if anew or self._set_anew:
@@ -102,6 +107,27 @@ class Rehearsals:
             if not anew or form != form_of(batches[0]):
                 self._through(batch, self._form, relay)
         return anew or fewer
+
+    def drain(self, runtime: Runner) -> None:
+        """Drain the runtime. Weights that were frozen get no gradients from then on."""
+        if self._trained.changed():
+            runtime.wait()
+            self._follow_frozen()
+        runtime.drain()
+
+    def _follow_frozen(self) -> None:
+        """Let stages whose weights were frozen run one by one, until these are trained again."""
+        every = [stage for stages in self._holding.everywhere for stage in stages]
+        stacks: dict[int, Any] = {id(stage.stack): stage.stack for stage in every if stage.stack is not None}
+        for stack in stacks.values():
+            if stack.sums.note_frozen():
+                stack.renew()
+        self._look_at_weights(every)
+
+    def _look_at_weights(self, every: Sequence[Stage]) -> None:
+        # all ranks look at all weights, so that all know when some are frozen
+        some = [stage for stage in every if stage.stack is not None or self._holding.ranks.several]
+        self._trained = Trained(p for stage in some for p in stage.params)
 
     def look(self) -> None:
         """Note how the modules are set: their modes, and the numbers in them."""
@@ -116,6 +142,7 @@ class Rehearsals:
             for stage in every
         ]
         self._joined = Settings.joined(settings for _, settings in self._settings)
+        self._look_at_weights(every)
 
     def _new(self, batches: Sequence[Batch]) -> dict[Form, Batch]:
         """One micro-batch of each new form, if B runs on other weights than F."""

@@ -22,7 +22,7 @@ from pipeback.stages.postponed import Postponed
 from pipeback.stages.recomputed_functions import Afresh, as_it_was
 from pipeback.stages.run_modules import untouched
 from pipeback.stages.stage import Stage
-from pipeback.stages.state_check import named, trained
+from pipeback.stages.state_check import members, named, trained, types
 from pipeback.stages.state_values import Plain, Tensors, load_value, put_all, save_value, to_home
 from pipeback.stages.versions import Due
 from pipeback.tensors import copies
@@ -86,7 +86,7 @@ def save(
     plain["versions"] = sorted(stage.versions.kept)
     plain["due"] = _save_due(stage.versions.due, tensors, mine)
     plain["seed"] = stage.random.seed
-    plain["trained"] = trained(stage)
+    plain["trained"], plain["members"], plain["types"] = trained(stage), members(stage), types(stage)
     plain["afresh"] = isinstance(stage.call, Afresh)
     plain["device"] = None if stage.device is None else stage.device.type
     # needed to build a graph anew

@@ -58,12 +58,24 @@ def check(stage: Stage, tensors: Mapping[str, Tensor], plain: dict[str, Any]) ->
             f"{stage.label}: it draws random numbers (dropout and the like), and micro-batches in flight that have "
             f"drawn on {there} cannot continue on {now}; drain() before state_dict() there, or load where it was saved"
         )
+    kinds, before = types(stage), plain.get("types", types(stage))
+    if plain["flights"] and kinds != before:  # where one of them has masters, the saved weights may be alike
+        raise Corrupt(
+            f"{stage.label}: its micro-batches in flight were computed with weights of "
+            f"{' and '.join(sorted(set(before)))}, and here they are of {' and '.join(sorted(set(kinds)))}; call "
+            "pipe.drain() there before the state is taken, or build the pipeline with weights of that type"
+        )
     trains = trained(stage)
     if different := sorted(set(trains) ^ set(plain.get("trained", trains))):
         here, there = ("trains", "frozen") if different[0] in trains else ("is frozen", "trained")
         raise Corrupt(
             f"{stage.label}: weight {different[0]!r} {here} here, but was {there} in the state; set requires_grad as "
             "it was, and build a new Pipeline"
+        )
+    if plain.get("members", members(stage)) != members(stage):
+        raise Corrupt(
+            f"{stage.label}: the optimizer's parameter groups have other weights than in the state, and would be given "
+            "each other's options; build the pipeline with the same groups of weights, in the same order"
         )
 
 
@@ -90,6 +102,18 @@ def trained(stage: Stage) -> list[str]:
     """The names of the weights that train, in the order of their numbers."""
     mine = {id(p) for p in stage.params}
     return [name for name, p in stage.module.named_parameters() if id(p) in mine]
+
+
+def members(stage: Stage) -> list[list[int]]:
+    """The numbers of the weights in each parameter group of the optimizer."""
+    numbers = {id(w): n for n, w in enumerate(stage.weights)}
+    groups = stage.optimizer.param_groups
+    return [sorted(numbers[id(w)] for w in group["params"] if id(w) in numbers) for group in groups]
+
+
+def types(stage: Stage) -> list[str]:
+    """The types that the weights are computed with; masters are of another one."""
+    return [str(p.dtype) for p in stage.module.parameters()]
 
 
 def named(stage: Stage) -> dict[str, dict[str, Tensor]]:

@@ -136,14 +136,23 @@ class Whole(torch.optim.SGD):
 
 
 class Half(nn.Linear):
-    """A layer of a half type, between others of float32."""
+    """A layer of a half type, or not, between tensors of float32."""
 
     def forward(self, x: Any) -> Any:
-        return super().forward(x.bfloat16()).float()
+        return super().forward(x.to(self.weight.dtype)).float()
 
 
 def half(masters: bool) -> dict[str, Any]:
     return {"model": nn.Sequential(*(Half(6, 6, dtype=torch.bfloat16) for _ in range(3))), "masters": masters}
+
+
+def grouped(params: Any, first: int) -> torch.optim.Optimizer:
+    both = list(params)
+    return sgd([{"params": both[first]}, {"params": both[1 - first], "weight_decay": 0.1}])
+
+
+def single() -> dict[str, Any]:
+    return {"model": nn.Sequential(*(Half(6, 6) for _ in range(3)))}
 
 
 def one_frozen() -> nn.Module:
@@ -240,6 +249,17 @@ ROWS: dict[str, Row] = {
     "without masters": Row(
         loads(half(False), **half(True)), r"stage 0 \(0\).*float32 masters.*with the same masters=",
         loads(half(True), **half(True)),
+    ),
+    "without masters, in flight": Row(
+        loads(half(True), **single()),
+        r"stage 0 \(0\): its micro-batches in flight were computed with weights of torch.float32, and here they are of "
+        "torch.bfloat16; call pipe.drain.* or build the pipeline with weights of that type",
+        loads(single(), **single()),
+    ),
+    "other members of groups": Row(
+        loads({"optimizer": lambda ps: grouped(ps, 1)}, optimizer=lambda ps: grouped(ps, 0)),
+        r"stage 0 \(0\): the optimizer's parameter groups have other weights than .*with the same groups of weights",
+        loads({"optimizer": lambda ps: grouped(ps, 0)}, optimizer=lambda ps: grouped(ps, 0)),
     ),
     "other frozen weights": Row(
         loads({"model": one_frozen()}), r"stage 1 \(1\): weight .*set requires_grad as it was", loads({})

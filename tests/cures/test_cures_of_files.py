@@ -56,6 +56,27 @@ def test_weights_of_another_model(tmp_path, change, width, says):
     train(started(tmp_path / "own.safetensors"))
 
 
+def test_values_that_are_no_safetensors(tmp_path):
+    torch.save(model().state_dict(), tmp_path / "weights.pt")
+    says = (
+        r"weights.pt is no whole safetensors file .*; write the weights with pipeback.weights.save\(\) or safetensors"
+    )
+    refused(lambda: started(tmp_path / "weights.pt"), says)
+    save_file(torch.load(tmp_path / "weights.pt"), tmp_path / "weights.safetensors")
+    train(started(tmp_path / "weights.safetensors"))
+
+
+def test_values_for_a_model_that_has_them(tmp_path):
+    save_file(model().state_dict(), tmp_path / "own.safetensors")
+    given = pipeback.Streaming("host", init=tmp_path / "own.safetensors")
+    says = (
+        r'gives values to weights on the meta device, but the model has its values; build it in torch.device\("meta"\)'
+    )
+    refused(lambda: build(model(), store=given), says)
+    train(build(absent(), store=given))
+    train(build(model(), store="host"))
+
+
 class Table(nn.Module):
     def __init__(self, width):
         super().__init__()

@@ -8,6 +8,7 @@ from pathlib import Path
 import matplotlib
 import pytest
 
+import pipeback
 from pipeback import draw
 from pipeback.draw import perfetto as traces
 from pipeback.draw.worker_bands import beside
@@ -21,6 +22,7 @@ from tests.laws.cases import CASES, STAGES, data, network, pipeline, weights
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.text import Text
 
 
 @pytest.mark.parametrize("ending", ["png", "svg"])
@@ -241,3 +243,36 @@ def test_workers_of_several_parts_in_text_and_pictures(capsys, tmp_path):
     check_events(written, pipe.owner)
     pipe.close()
     plt.close("all")
+
+
+@pytest.mark.parametrize(
+    "name", ["gpipe", "one_f_one_b", "looped_bfs", "interleaved", "zb_h1", "zb_h2", "zb_v", "pipedream_2bw"]
+)
+def test_the_command_draws_flushes_of_as_many_micro_batches_as_are_asked_for(name):
+    method = command.build(name, 8)
+    assert method.micro_batches == 8 and command.build(f"{name}:micro_batches=4", 8).micro_batches == 4
+    chunks = method.chunks if method.by_worker else 1
+    schedule = command.scheduled(name, method, 4 * chunks)
+    costs = {"F": 2, "B": 4, "I": 2, "W": 2, "U": 0}
+    costs = {kind: time // chunks for kind, time in costs.items()}
+    begins = [s.start for s in timeline(schedule, 4 * chunks, 64, costs) if s.stage == 0 and s.op.kind == "F"]
+    idle = 1 - 8 * 6 / (begins[48] - begins[40])
+    table = Path(__file__).parents[2] / "docs/how-to/bubbles.md"
+    told = [line.split("|")[3] for line in table.read_text().splitlines() if line.startswith(f"| `{name}` ")]
+    assert f" {idle:.0%} ".replace("%", " %") == (told[0] if told else " 0 % ")
+
+
+def test_methods_that_do_not_flush_are_drawn_as_they_are():
+    assert command.build("pb", 8).schedule == pipeback.methods.create("pb").schedule
+    assert command.build("pipemare", 8).micro_batches == 1
+
+
+@pytest.mark.parametrize(("name", "stages"), [("one_f_one_b", 1), ("one_f_one_b", 2), ("zb_h1", 2)])
+def test_the_title_of_a_small_picture_does_not_touch_its_legend(name, stages):
+    method = pipeback.methods.create(name, micro_batches=2)
+    figure = draw.compare({name: method.schedule}, stages, 2)
+    figure.canvas.draw()
+    (ax,) = figure.axes
+    (title,) = [text for text in ax.findobj(Text) if text.get_text().startswith(name)]
+    assert title.get_window_extent().x1 < ax.get_legend().get_window_extent().x0
+    plt.close(figure)

@@ -360,7 +360,8 @@ class WholeFlush:
     def _add(self, stage: Stage, mbs: range, grads: Sequence[Tensor]) -> None:
         """Add the gradients of these micro-batches to the sums of a stage."""
         seen: set[int] = set()
-        stage.gradients.add([own(p, g, seen) for p, g in zip(stage.params, grads, strict=True)])
+        pairs = zip(stage.params, grads, strict=True)
+        stage.gradients.add([own(p, g, seen) if p.requires_grad else None for p, g in pairs])
         stage.gradients.count_more(len(mbs))
         for i in mbs if self.worker.samples else ():
             self.one_by_one.weigh(stage, i)

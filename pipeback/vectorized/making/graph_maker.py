@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipeback.stages.compiled import Options, of_ticks, writes_in_order
 from pipeback.stages.stage import Stage
+from pipeback.stages.trained_weights import frozen
 from pipeback.vectorized.buffers.held_tensors import HeldTensors
 from pipeback.vectorized.buffers.ring_buffers import RingBuffers
 from pipeback.vectorized.buffers.waiting import Waiting
@@ -61,6 +62,9 @@ class GraphMaker:
 
         Raises `Unfit` where the stages cannot run as one.
         """
+        for r, n in frozen(self.stages):
+            name = next(k for k, p in self.stages[r].module.named_parameters() if p is self.stages[r].params[n])
+            raise Unfit(f"{name} of stage {self.stages[r].index} is frozen")
         xs = self._examples(kind, x)
         given = self.stages, self.rows.weights, self.rows.trained, xs, kind, self._places, self._length
         recompute = self.stages[0].keeping is not None

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.stages.trained_weights import frozen
 from pipeback.vectorized.steps.rows import Rows
 from pipeback.vectorized.steps.step_plan import StepPlan
 
@@ -21,19 +22,40 @@ class RowSums:
         self.rows, self.stages, self.plan = rows, rows.stages, plan
         self.sums: list[Tensor] | None = None  # gradients of one micro-batch per stage, if stages have none
         self._summed: set[int] = set()  # stages whose own gradients are sums over micro-batches
+        self.frozen = frozen(self.stages)  # rows and weights that get no gradient
+
+    def note_frozen(self) -> bool:
+        """Note which weights are frozen from now on; return whether they are others than before."""
+        before, self.frozen = self.frozen, frozen(self.stages)
+        return self.frozen != before
 
     def add(self, grads: list[Any], rows: Sequence[int]) -> None:
         """Add gradients, one micro-batch for each of these rows, to the gradient sums of the stages. grads: of every
         weight a tensor (n, …), or tensors by rows.
         """
-        whole = len(rows) == len(self.stages)
+        whole = len(rows) == len(self.stages) and not self.frozen
         if whole and all(not stage.gradients.count for stage in self.stages):
             self.sums = grads
         else:
             self.spread()
-            self._add_apart([self.rows.of(g) if isinstance(g, Tensor) else g for g in grads], rows)
+            some = [self.rows.of(g) if isinstance(g, Tensor) else g for g in grads]
+            if self.frozen:
+                self._add_trained(some, rows)
+            else:
+                self._add_apart(some, rows)
         for r in rows:
             self.stages[r].gradients.count_more(1)
+
+    def _add_trained(self, grads: Sequence[Any], rows: Sequence[int]) -> None:
+        """Add to each stage's own sum, except to those of frozen weights, which stay as they are, or none."""
+        found: list[dict[int, Any]] = [{r: g[r] for r in rows} for g in grads]
+        mine = [(r, n, self.stages[r].gradients) for r, n in self.frozen if r in rows]
+        none = [(n, own) for _, n, own in mine if not own.count or own.values[n] is None]
+        for r, n, _ in mine:
+            found[n][r] = torch.zeros_like(found[n][r])
+        self._add_apart(found, rows)
+        for n, own in none:
+            own.values[n] = None
 
     def _add_apart(self, grads: Sequence[Any], rows: Sequence[int]) -> None:
         """Add to each stage's own sum: in place if it is a sum already, and not somebody else's gradient."""

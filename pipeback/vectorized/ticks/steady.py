@@ -18,6 +18,7 @@ from pipeback.schedules.order import Order
 from pipeback.schedules.programs import Flowing
 from pipeback.schedules.spans import TickSpan, TurnSpan
 from pipeback.stages.tracing_lock import TRACING
+from pipeback.stages.trained_weights import frozen
 from pipeback.tensors.copies import to_device
 from pipeback.vectorized.buffers.version_ring import EntryVersions
 from pipeback.vectorized.buffers.waiting import Waiting
@@ -219,13 +220,13 @@ class Steady:
         call; a graph cannot.
         """
         stage = self.last
-        plain = stage.last and stage.stack is None and stage.random.state is None
+        plain = stage.last and stage.stack is None and stage.random.state is None and not frozen([stage])
         if stage.loss is None:
             return plain and stage.keeping is None and self.stacks[0].maker.fuse is None
         return plain and torchs(stage.loss)
 
     def _modes(self) -> tuple[Any, ...]:
-        return self.last.module.training, listened(self.last.module), self.last.learnt.casts
+        return self.last.module.training, listened(self.last.module), self.last.learnt.casts, *frozen([self.last])
 
     def _judge(self, x: Any, i: int) -> LossStage | OutputStage | None:
         """Return the last stage as a graph, or None if it cannot be traced. x: its input, of micro-batch i."""

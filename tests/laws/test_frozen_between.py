@@ -1,0 +1,52 @@
+"""Law: a weight that is frozen between pushes gets no gradient from then on, also where stages run as one."""
+
+import pytest
+import torch
+
+from tests.helpers.choice import mostly_rare
+from tests.laws.cases import data, network, pipeline, weights
+
+WHICH = [(2, "weight"), (4, "bias")]  # in a stack, and in the stage with the loss
+OPTIONS = [{}, {"workers": 2}, {"replicas": 2}, {"clip_norm": 0.1}]
+METHODS = ["pb", "gpipe", "pipedream", "zb_h1"]
+
+
+def trained(method, which, first, **options):
+    """Losses, weights, and what is told of stages that run as one. first: whether to drain as soon as it is frozen."""
+    model, losses = network(5, dtype=torch.float64), []
+    pipe = pipeline(model, method, **options)
+    s, name = which
+    for needs in (True, False, True):
+        pipe.wait()
+        getattr(model[s][0], name).requires_grad_(needs)
+        before = getattr(model[s][0], name).detach().clone()
+        if first and not needs:
+            pipe.drain()
+        for x, y in data(8, dtype=torch.float64):
+            losses.append(pipe.push(x, y))
+        if not needs:
+            pipe.wait()
+            assert torch.equal(getattr(model[s][0], name), before)
+    pipe.drain()
+    losses = [float(loss) for loss in losses]
+    found, told = weights(pipe), " ".join(pipe.vectorized.values())
+    pipe.close()
+    return losses, found, told
+
+
+@pytest.mark.parametrize(
+    ("method", "options", "which", "first"),
+    mostly_rare(
+        [(m, o, w, f) for m in METHODS for o in OPTIONS for w in WHICH for f in (False, True)],
+        *((m, {}, WHICH[n % 2], n > 1) for n, m in enumerate(METHODS)),
+        *(("pb", o, WHICH[0], True) for o in OPTIONS),
+        ("pb", {}, WHICH[1], False),
+    ),
+    ids=str,
+)
+def test_a_weight_that_is_frozen_for_some_pushes(method, options, which, first):
+    losses, found, _ = trained(method, which, first, **options)
+    as_one, same, told = trained(method, which, first, vectorize=True, **options)
+    torch.testing.assert_close(as_one, losses, rtol=0, atol=1e-12)
+    torch.testing.assert_close(same, found, rtol=0, atol=1e-12)
+    assert which != WHICH[0] or "weight of stage 2 is frozen" in told
