@@ -185,11 +185,13 @@ class Ranks:
         if self.replicas > 1 and self._sums is None:
             column = [row[self.index] for row in self.table]
             backend = "nccl" if accelerators.direct(device) else "gloo"
+            # gloo ends the process where vectors of other lengths meet; a group of NCCL holds memory of the GPU
+            apart = {s: size if backend == "gloo" else 0 for s, size in sizes.items()}
             groups = {}
-            for size in dict.fromkeys(sizes.values()):
+            for size in dict.fromkeys(apart.values()):
                 group = self.group(column, backend)
                 groups[size] = group, self._ending(group, column) if self.goes_back else self._awaited
-            self._sums = RankReplicas(*next(iter(groups.values())), {s: groups[size] for s, size in sizes.items()})
+            self._sums = RankReplicas(*next(iter(groups.values())), {s: groups[size] for s, size in apart.items()})
         return self._sums
 
     def among(

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipeback.private import handles, listened, parametrized_once
 from pipeback.splitting.module_hooks import Around
@@ -50,11 +50,14 @@ class ModelCheck:
         self._weights = [p for stage in stages for p in stage.module.parameters()]
         trained = {id(p) for stage in stages for p in stage.params}
         self._trained = [id(p) in trained for p in self._weights]
+        self._streamed = [stage for stage in stages if stage.home.slot is not None]
+        self._stepped: list[Tensor] = [w for stage in stages if stage.home.slot is None for w in stage.weights]
+        self._pointers: list[int] = []  # where they lay, beside their parameters
 
     def check(self) -> None:
         """Raise RuntimeError if a module or a weight was replaced, or lies elsewhere in memory, or is computed once.
 
-        To be fast, each call looks at the memory of one weight of every stage, in turn.
+        To be fast, each call looks at one weight of every stage, in turn, and at all weights that optimizers step.
         """
         if parametrized_once():
             raise RuntimeError(
@@ -92,15 +95,23 @@ class ModelCheck:
                 n = None if there else at
             if n is not None:
                 raise RuntimeError(f"{stage.label}: {places.keys[n]} was moved, cast or replaced; {_COPY}")
-            if stage.home.places and stage.weights:
-                p, w = (some[self.turn % len(stage.weights)] for some in (stage.params, stage.weights))
-                if not stage.home.holds(w, p):
-                    name = next(name for name, other in stage.module.named_parameters() if other is p)
-                    raise RuntimeError(f"{stage.label}: {name} was moved or cast in its optimizer; {_COPY}")
+        self._check_stepped()
         self.turn += 1
         self._check_hooks()
         if list(map(_needs, self._weights)) != self._trained:
             self._check_trained()
+
+    def _check_stepped(self) -> None:
+        """Raise RuntimeError if a weight that an optimizer steps is not where its parameter is."""
+        pointers = list(map(Tensor.data_ptr, self._stepped))
+        anew = pointers != self._pointers
+        for stage in self.stages if anew else self._streamed:
+            n = self.turn % max(len(stage.weights), 1)
+            for w, p in [*zip(stage.weights, stage.params)][slice(None) if anew else slice(n, n + 1)]:
+                if stage.home.places and not stage.home.holds(w, p):
+                    name = next(name for name, other in stage.module.named_parameters() if other is p)
+                    raise RuntimeError(f"{stage.label}: {name} was moved or cast in its optimizer; {_COPY}")
+        self._pointers = pointers
 
     def _check_trained(self) -> None:
         """Raise RuntimeError if a weight to be trained has no optimizer, or is frozen in a store."""
