@@ -48,7 +48,7 @@ class SummedUpdate(NamedTuple):
 def uneven(what: str) -> OtherBatch:
     """The error for replicas that were not given the same. what: what this one was given, or does."""
     return OtherBatch(
-        f"one replica {what}, and others differ; every replica must push the same number of micro-batches"
+        f"one replica {what}, and others differ; every replica must push the same number of micro-batches each time"
     )
 
 
