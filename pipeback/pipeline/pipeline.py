@@ -134,9 +134,8 @@ class Pipeline(OutsideCalls):
         self.delays: list[int] = built.delays
         """Delay D of each stage: its updates between F and B of a micro-batch, counted on the schedule."""
         self.optimizers: list[Optimizer] = built.optimizers
-        """One per stage; set rates here or attach schedulers. Options are copied when a micro-batch is pushed. With a
-        disk store, read the state within `shown`: elsewhere it is NaN.
-        """
+        """One per stage; set rates here or attach schedulers. Options are copied when a micro-batch is pushed. The
+        state in a disk store is NaN outside of `shown`."""
         with telling(self.ranks), releasing(self._engine.release):
             self._saving.resume()
 

@@ -112,7 +112,7 @@ class DryWorker:
     """The worker of `stages`, which streams them with `prefetch`; None: all weights stay on the device.
 
     choose: returns the weights that the method chooses for an operation. hooks: whether the method is asked before F
-    and B. A `Loop` calls `run`, `placed`, `look`, `settle`, `land`, `outside` and `residence`.
+    and B. A `Loop` calls `run`, `placed`, `look`, `settle`, `land`, `outside`, `compare` and `residence`.
     """
 
     samples = joins = False
@@ -200,6 +200,9 @@ class DryWorker:
 
     def land(self) -> None:
         """Do nothing: every operation is counted where it is done."""
+
+    def compare(self, given: int) -> None:
+        """Do nothing: there are no replicas that were given others."""
 
     def rest(self) -> None:
         """Finish all updates and put all weights into the store, as when the pipeline quiesces."""
