@@ -76,6 +76,11 @@ class ModelCheck:
                 "pipeline was built, which runs those that it was built of, one after the other; build a new Pipeline"
             )
         for s, stage in enumerate(self.stages):
+            if stage.home.slot is not None and stage.home.slot.written():
+                raise RuntimeError(
+                    f"{stage.label}: its weights are in the store, so that what was written into the module's is lost; "
+                    "write it once more within `with pipe.shown(changes=True):`"
+                )
             if stage.home.places is not self._known[s][0]:
                 self._known[s] = stage.home.places, Places((owner, key, p) for owner, key, p, _ in stage.home.places)
             places = self._known[s][1]
@@ -83,11 +88,6 @@ class ModelCheck:
             if n is not None:
                 with TRACING:
                     n = places.changed()
-            if stage.home.slot is not None and stage.home.slot.written():
-                raise RuntimeError(
-                    f"{stage.label}: its weights are in the store, so that what was written into the module's is lost; "
-                    "write it once more within `with pipe.shown(changes=True):`"
-                )
             if n is None and stage.home.places:
                 at = self.turn % len(stage.home.places)
                 _, _, p, pointer = stage.home.places[at]

@@ -134,7 +134,7 @@ SEARCHED: dict[str, Revert] = {
     ),
     "hooks of a step that a method makes itself": revert(
         "stages/joint_optimizer",
-        ("before, after = step_hooks(twin) if itself else ((), ())", "before, after = (), ()"),
+        ("before, after = step_hooks(self._twin) if itself else ((), ())", "before, after = (), ()"),
         method="cerebras",
         call="listen",
     ),
