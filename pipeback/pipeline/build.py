@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
@@ -232,3 +233,16 @@ def releasing(release: Callable[[], object]) -> Iterator[None]:
     except BaseException:
         release()
         raise
+
+
+class StoreUse:
+    """The use of a store by its owner. It ends when it is called, or with the owner, and another may use the store."""
+
+    def __init__(self, owner: object, store: Store | None) -> None:
+        self._store = store
+        self._end = None if store is None else weakref.finalize(owner, store.close)
+
+    def __call__(self) -> None:
+        if self._store is not None and self._end is not None and self._end.alive:
+            self._store.close()  # if it fails, it may be tried again
+            self._end.detach()

@@ -17,7 +17,7 @@ from pipeback.distributed.rank_runner import RankRunner
 from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.errors import RankError, StageError
 from pipeback.pipeline.arguments import Clipping
-from pipeback.pipeline.build import Built, telling
+from pipeback.pipeline.build import Built, StoreUse, telling
 from pipeback.pipeline.closed_message import AMID, TAKE_BACK, closed
 from pipeback.pipeline.grad_modes import recording
 from pipeback.pipeline.kept_states import KeptStates
@@ -80,8 +80,7 @@ class Engine:
         self.lock, self._process = CallLock(self.split.rest), os.getpid()  # not in a child of fork
         self.modes = Modes(self.settable(), self.lock, self._settle)
         self.arrived, self.pushed, self._affordable = 0, (0, 0), 0  # the last: of a push that is known to fit the store
-        store = self.holding.store  # which another pipeline may get once this one has released it
-        self.release = (lambda: None) if store is None else weakref.finalize(self, store.close)
+        self.release = StoreUse(self, self.holding.store)
 
     @property
     def ranks(self) -> Ranks | SingleProcess:
