@@ -151,7 +151,7 @@ class Engine:
     def ready(self, batches: Sequence[Batch], expected: int | None = None) -> Runner:
         """Check everything and start the runtime before a micro-batch is let in. expected: micro-batches per push."""
         self.open()
-        self._intact.check()
+        self._intact.check(lambda: self.runtime is None or self.do(self.runtime.wait))
         if self._followers.due:
             self._followers.follow(self.join, self.wait)
         self.rehearse(batches)

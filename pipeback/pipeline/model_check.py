@@ -5,7 +5,7 @@ If a module were replaced unnoticed, the pipeline would go on training the old o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import attrgetter, is_
 from typing import Any
 
@@ -54,10 +54,11 @@ class ModelCheck:
         self._stepped: list[Tensor] = [w for stage in stages if stage.home.slot is None for w in stage.weights]
         self._pointers: list[int] = []  # where they lay, beside their parameters
 
-    def check(self) -> None:
+    def check(self, wait: Callable[[], object]) -> None:
         """Raise RuntimeError if a module or a weight was replaced, or lies elsewhere in memory, or is computed once.
 
         To be fast, each call looks at one weight of every stage, in turn, and at all weights that optimizers step.
+        wait: waits for all updates.
         """
         if parametrized_once():
             raise RuntimeError(
@@ -95,23 +96,27 @@ class ModelCheck:
                 n = None if there else at
             if n is not None:
                 raise RuntimeError(f"{stage.label}: {places.keys[n]} was moved, cast or replaced; {_COPY}")
-        self._check_stepped()
+        self._check_stepped(wait)
         self.turn += 1
         self._check_hooks()
         if list(map(_needs, self._weights)) != self._trained:
             self._check_trained()
 
-    def _check_stepped(self) -> None:
-        """Raise RuntimeError if a weight that an optimizer steps is not where its parameter is."""
+    def _check_stepped(self, wait: Callable[[], object]) -> None:
+        """Raise RuntimeError if a weight that an optimizer steps is not where its parameter is. An update in another
+        thread may move it for a moment.
+        """
         pointers = list(map(Tensor.data_ptr, self._stepped))
         anew = pointers != self._pointers
         for stage in self.stages if anew else self._streamed:
             n = self.turn % max(len(stage.weights), 1)
             for w, p in [*zip(stage.weights, stage.params)][slice(None) if anew else slice(n, n + 1)]:
                 if stage.home.places and not stage.home.holds(w, p):
-                    name = next(name for name, other in stage.module.named_parameters() if other is p)
-                    raise RuntimeError(f"{stage.label}: {name} was moved or cast in its optimizer; {_COPY}")
-        self._pointers = pointers
+                    wait()
+                    if not stage.home.holds(w, p):
+                        name = next(name for name, other in stage.module.named_parameters() if other is p)
+                        raise RuntimeError(f"{stage.label}: {name} was moved or cast in its optimizer; {_COPY}")
+        self._pointers = list(map(Tensor.data_ptr, self._stepped)) if anew else pointers
 
     def _check_trained(self) -> None:
         """Raise RuntimeError if a weight to be trained has no optimizer, or is frozen in a store."""

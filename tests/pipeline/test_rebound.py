@@ -48,7 +48,11 @@ def alike(pipe, plain):
         assert all(map(torch.equal, pipe.model.parameters(), plain.parameters()))
 
 
-@pytest.mark.parametrize("options", [{}, {"vectorize": True, "method": "gpipe"}, {"store": "host"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"vectorize": True, "method": "gpipe"}, {"store": "host"}, {"workers": 2, "method": "gpipe"}],
+    ids=str,
+)
 def test_an_optimizer_that_rebinds_trains_as_in_a_plain_loop(options):
     net = model()
     plain = deepcopy(net)
