@@ -315,5 +315,7 @@ def reference_of(found: Results) -> str:
 
 
 def caption(options: Mapping[str, str]) -> str:
-    """width 48, depth 15"""
-    return ", ".join(f"{short(key)} {value}" for key, value in options.items())
+    """width 48, depth 15, without root"""
+    return ", ".join(
+        f"without {short(key)}" if value == "None" else f"{short(key)} {value}" for key, value in options.items()
+    )
