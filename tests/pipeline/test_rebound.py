@@ -43,7 +43,12 @@ def batches(count=3):
     return [(torch.randn(4, 4, dtype=DOUBLE), torch.randn(4, 4, dtype=DOUBLE)) for _ in range(count)]
 
 
-def alike(pipe, plain):
+def train_alike(pipe, plain, optimizer):
+    for x, y in batches():
+        pipe.push(x, y)
+        optimizer.zero_grad()
+        nn.functional.mse_loss(plain(x), y).backward()
+        optimizer.step()
     with pipe.shown():
         assert all(map(torch.equal, pipe.model.parameters(), plain.parameters()))
 
@@ -57,12 +62,7 @@ def test_an_optimizer_that_rebinds_trains_as_in_a_plain_loop(options):
     net = model()
     plain = deepcopy(net)
     pipe, optimizer = build(net, **options), Rebinding(plain.parameters())
-    for x, y in batches():
-        pipe.push(x, y)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(plain(x), y).backward()
-        optimizer.step()
-    alike(pipe, plain)
+    train_alike(pipe, plain, optimizer)
 
 
 @pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.Adam])
@@ -73,12 +73,7 @@ def test_a_hook_that_rebinds_is_followed(kind, when):
     pipe, optimizer = build(net, lambda params: kind(params, lr=0.01)), kind(plain.parameters(), lr=0.01)
     for one in (*pipe.optimizers, optimizer):
         getattr(one, f"register_step_{when}_hook")(rebind)
-    for x, y in batches():
-        pipe.push(x, y)
-        optimizer.zero_grad()
-        nn.functional.mse_loss(plain(x), y).backward()
-        optimizer.step()
-    alike(pipe, plain)
+    train_alike(pipe, plain, optimizer)
 
 
 @pytest.mark.parametrize("options", [{}, {"store": "host"}, {"vectorize": True, "method": "gpipe"}], ids=str)

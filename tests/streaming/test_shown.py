@@ -27,6 +27,13 @@ def go_on(pipe, first, last):
         pipe.push(x.double(), y.double())
 
 
+def go_on_alike(pipe, wanted):
+    for each in (pipe, wanted):
+        go_on(each, 3, 6)
+    assert torch.equal(weights(pipe), weights(wanted))
+    pipe.close()
+
+
 def halve(pipe):
     with torch.no_grad():
         for p in pipe._engine.model.parameters():
@@ -41,10 +48,7 @@ def test_what_was_written_before_an_error_is_kept(method, store):
         raise KeyError("of the user")
     wanted.wait()
     halve(wanted)
-    for each in (pipe, wanted):
-        go_on(each, 3, 6)
-    assert torch.equal(weights(pipe), weights(wanted))
-    pipe.close()
+    go_on_alike(pipe, wanted)
 
 
 def test_without_changes_an_error_keeps_nothing_on_disk(tmp_path):
@@ -52,10 +56,7 @@ def test_without_changes_an_error_keeps_nothing_on_disk(tmp_path):
     with pytest.raises(KeyError), pipe.shown():
         halve(pipe)
         raise KeyError("of the user")
-    for each in (pipe, wanted):
-        go_on(each, 3, 6)
-    assert torch.equal(weights(pipe), weights(wanted))
-    pipe.close()
+    go_on_alike(pipe, wanted)
 
 
 def test_changes_of_a_context_within_another_are_kept(store):
@@ -63,10 +64,7 @@ def test_changes_of_a_context_within_another_are_kept(store):
     with pipe.shown(), pipe.shown(changes=True):
         halve(pipe)
     halve(wanted)
-    for each in (pipe, wanted):
-        go_on(each, 3, 6)
-    assert torch.equal(weights(pipe), weights(wanted))
-    pipe.close()
+    go_on_alike(pipe, wanted)
 
 
 def test_a_pipeline_may_be_closed_while_weights_are_shown(store):
@@ -141,10 +139,7 @@ def test_what_is_shown_is_computed_with(inner, store):
     halve(wanted)
     assert all(map(torch.equal, found, INNER[inner](wanted)))
     halve(wanted)
-    for each in (pipe, wanted):
-        go_on(each, 3, 6)
-    assert torch.equal(weights(pipe), weights(wanted))
-    pipe.close()
+    go_on_alike(pipe, wanted)
 
 
 def test_without_a_store_pushes_may_come_within():
