@@ -158,7 +158,7 @@ class Pipeline(OutsideCalls):
         self._engine.drain(self._saving.drained)
 
     def clip(self, norm: float | None = None, value: float | None = None) -> None:
-        """Clip by other bounds each update that is not begun yet, also one that is due already."""
+        """Clip by other bounds every update that has not begun yet, even if it is due already."""
         self._engine.clip(norm, value)
 
     def evaluate(
