@@ -16,7 +16,7 @@ from pipeback.splitting.module_hooks import Around
 from pipeback.stages.stage import Stage
 from pipeback.stages.tracing_lock import TRACING
 
-_needs = attrgetter("requires_grad")
+_needs, _places = attrgetter("requires_grad"), attrgetter("home.places")
 _COPY = "copy values into the weights in place, or build a new Pipeline"
 
 
@@ -36,6 +36,36 @@ class Places:
         return next(n for n, v in enumerate(self.values) if self.homes[n].get(self.keys[n]) is not v)
 
 
+class Held:
+    """The weights of some stages: which module holds each by which name, and where in memory it lies."""
+
+    def __init__(self, stages: Sequence[Stage]) -> None:
+        self._stages, self._noted = stages, list(map(_places, stages))
+        found = [(stage, *entry) for stage in stages for entry in stage.home.places]
+        self._entries = Places((owner, key, p) for _, owner, key, p, _ in found)
+        self._labels = [stage.label for stage, *_ in found]
+        self._resident = [n for n, (stage, *_) in enumerate(found) if stage.home.slot is None]
+        self._weights = [found[n][3] for n in self._resident]
+        self._pointers = [found[n][4] for n in self._resident]
+        first = {id(stage): n for n, (stage, *_) in reversed([*enumerate(found)])}
+        self._slots = [(n, slot) for n in first.values() if (slot := found[n][0].home.slot) is not None]
+
+    def current(self) -> bool:
+        """Whether the stages have noted no other places since."""
+        return all(map(is_, map(_places, self._stages), self._noted))
+
+    def changed(self) -> str | None:
+        """The stage and the name of a weight that was replaced or moved; None if all are as they were."""
+        n = self._entries.changed()
+        if n is None:
+            pointers = list(map(Tensor.data_ptr, self._weights))
+            if pointers != self._pointers:
+                n = next(self._resident[i] for i, there in enumerate(pointers) if there != self._pointers[i])
+        if n is None:
+            n = next((n for n, slot in self._slots if not slot.intact()), None)
+        return None if n is None else f"{self._labels[n]}: {self._entries.keys[n]}"
+
+
 class ModelCheck:
     """Checks a model and the stages that were built of it. sequence: whether its own forward is never run or traced."""
 
@@ -46,7 +76,7 @@ class ModelCheck:
         named = [(f"{name}." if name else "", m._modules) for name, m in model.named_modules()]
         self.names = [prefix + key for prefix, children in named for key in children]
         self.modules = Places((children, key, child) for _, children in named for key, child in children.items())
-        self._known: list[tuple[Any, Places]] = [([], Places([])) for _ in stages]  # where the weights were looked for
+        self._held = Held(stages)
         self._weights = [p for stage in stages for p in stage.module.parameters()]
         trained = {id(p) for stage in stages for p in stage.params}
         self._trained = [id(p) in trained for p in self._weights]
@@ -57,7 +87,6 @@ class ModelCheck:
     def check(self, wait: Callable[[], object]) -> None:
         """Raise RuntimeError if a module or a weight was replaced, or lies elsewhere in memory, or is computed once.
 
-        To be fast, each call looks at one weight of every stage, in turn, and at all weights that optimizers step.
         wait: waits for all updates.
         """
         if parametrized_once():
@@ -76,26 +105,19 @@ class ModelCheck:
                 "modules were added to the model, hooks were registered on it, or a forward was set on it after the "
                 "pipeline was built, which runs those that it was built of, one after the other; build a new Pipeline"
             )
-        for s, stage in enumerate(self.stages):
+        for stage in self._streamed:
             if stage.home.slot is not None and stage.home.slot.written():
                 raise RuntimeError(
                     f"{stage.label}: its weights are in the store, so that what was written into the module's is lost; "
                     "write it once more within `with pipe.shown(changes=True):`"
                 )
-            if stage.home.places is not self._known[s][0]:
-                self._known[s] = stage.home.places, Places((owner, key, p) for owner, key, p, _ in stage.home.places)
-            places = self._known[s][1]
-            n = places.changed()
-            if n is not None:
-                with TRACING:
-                    n = places.changed()
-            if n is None and stage.home.places:
-                at = self.turn % len(stage.home.places)
-                _, _, p, pointer = stage.home.places[at]
-                there = p.data_ptr() == pointer if stage.home.slot is None else stage.home.slot.intact()
-                n = None if there else at
-            if n is not None:
-                raise RuntimeError(f"{stage.label}: {places.keys[n]} was moved, cast or replaced; {_COPY}")
+        if not self._held.current():
+            self._held = Held(self.stages)
+        if self._held.changed():
+            with TRACING:  # which another thread may do, with other tensors in the places of weights
+                changed = self._held.changed()
+            if changed:
+                raise RuntimeError(f"{changed} was moved, cast or replaced; {_COPY}")
         self._check_stepped(wait)
         self.turn += 1
         self._check_hooks()
