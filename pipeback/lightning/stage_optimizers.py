@@ -15,13 +15,14 @@ import torch
 from torch import Tensor, nn
 
 from pipeback.lightning.update_size import UpdateSize
+from pipeback.pipeline.own_parameters import OfWeights
 from pipeback.private import without_step_hooks
 from pipeback.stages.optimizer_counters import counted
 
 IMPLEMENTATION = ("foreach", "fused")  # options that twins keep for themselves, since a store may have chosen them
 
 
-class StageOptimizers:
+class StageOptimizers(OfWeights):
     """Makes the optimizers of the stages: call it with the weights of each stage, in the order of the stages.
 
     trained: the user's parameters that each stage trains, in the order in which its module has them. size: scales rates

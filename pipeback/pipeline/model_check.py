@@ -36,7 +36,7 @@ class Places:
         return next(n for n, v in enumerate(self.values) if self.homes[n].get(self.keys[n]) is not v)
 
 
-class Held:
+class WeightPlaces:
     """The weights of some stages: which module holds each by which name, and where in memory it lies."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
@@ -76,7 +76,7 @@ class ModelCheck:
         named = [(f"{name}." if name else "", m._modules) for name, m in model.named_modules()]
         self.names = [prefix + key for prefix, children in named for key in children]
         self.modules = Places((children, key, child) for _, children in named for key, child in children.items())
-        self._held = Held(stages)
+        self._held = WeightPlaces(stages)
         self._weights = [p for stage in stages for p in stage.module.parameters()]
         trained = {id(p) for stage in stages for p in stage.params}
         self._trained = [id(p) in trained for p in self._weights]
@@ -112,7 +112,7 @@ class ModelCheck:
                     "write it once more within `with pipe.shown(changes=True):`"
                 )
         if not self._held.current():
-            self._held = Held(self.stages)
+            self._held = WeightPlaces(self.stages)
         if self._held.changed():
             with TRACING:  # which another thread may do, with other tensors in the places of weights
                 changed = self._held.changed()

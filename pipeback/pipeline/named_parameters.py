@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from pipeback.pipeline.own_parameters import OfWeights, stepping
 from pipeback.splitting.partition import StagePart
 from pipeback.stages.stage import OptimizerFactory
 
@@ -24,17 +25,26 @@ def asked(factory: Callable[..., Any]) -> str | None:
 
 
 def by_stage(factory: OptimizerFactory, model: nn.Module, parts: Sequence[StagePart]) -> list[OptimizerFactory]:
-    """One function per stage, which takes its parameters and gives `factory` what it asks for.
+    """One function per stage, which takes the weights that it steps and gives `factory` what it asks for.
 
     A stage without weights has one empty parameter, whose name is "".
     """
     name = asked(factory)
     names = {id(p): key for key, p in model.named_parameters()}
 
-    def called(s: int, mine: Sequence[str]) -> OptimizerFactory:
-        def made(params: Sequence[nn.Parameter]) -> Any:
+    def called(s: int, module: nn.Module) -> OptimizerFactory:
+        trained = [(n, names[id(p)]) for n, p in enumerate(module.parameters()) if p.requires_grad]
+        mine = [key for _, key in trained] or [""]
+
+        def make(params: list[Any]) -> Any:
+            return factory(params if name is None else list(zip(mine, params, strict=True)))
+
+        def made(weights: Sequence[nn.Parameter]) -> Any:
             try:
-                return factory(list(params) if name is None else list(zip(mine, params, strict=True)))
+                if isinstance(factory, OfWeights) or not trained:
+                    return make(list(weights))
+                every = list(module.parameters())
+                return stepping(make, [every[n] for n, _ in trained], weights)
             except (AttributeError, TypeError, ValueError) as error:
                 if (cure := _cure(name, str(error))) is None:
                     raise
@@ -42,10 +52,7 @@ def by_stage(factory: OptimizerFactory, model: nn.Module, parts: Sequence[StageP
 
         return made
 
-    return [
-        called(s, [names[id(p)] for p in part.module.parameters() if p.requires_grad] or [""])
-        for s, part in enumerate(parts)
-    ]
+    return [called(s, part.module) for s, part in enumerate(parts)]
 
 
 def _cure(name: str | None, error: str) -> str | None:
