@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -29,7 +30,7 @@ class Commits:
     def __init__(self, method: Method, store: Store | None) -> None:
         self._method, self._store = method, store if isinstance(store, DiskStore) else None
         self._flush = 1 if method.flush_each_push else flush(method.schedule)  # micro-batches
-        self._made = 0  # micro-batches that had arrived at the last commit
+        self._made: float = 0  # micro-batches that had arrived at the last commit
         self._began = 0  # micro-batches that had arrived when the schedule last began anew
 
     def due(self, arrived: int) -> bool:
@@ -42,6 +43,15 @@ class Commits:
     def made(self, arrived: int) -> None:
         """Note that a version was made with all micro-batches that had arrived."""
         self._made = arrived
+
+    @property
+    def stale(self) -> bool:
+        """Whether the folder holds a version, which is of another training once a state was loaded."""
+        return self._store is not None and self._store.versions.newest is not None
+
+    def overdue(self) -> None:
+        """Note that a version is due at the next moment, whatever has arrived."""
+        self._made = -math.inf
 
     def restart(self, arrived: int) -> None:
         """Note that the schedule begins anew with the next micro-batch."""
