@@ -156,7 +156,7 @@ def test_a_state_of_before_the_first_push_leaves_stages_where_they_are(crew):
 
 
 def goes_back_on_disk(folder, late):
-    """A state is loaded over a later version: the pushes of the folder at once, after a push, and when it is resumed."""
+    """A state is loaded over a later version: the folder's pushes at once, after a push, and when it is resumed."""
     found = []
     for times in (range(4), ()):
         pipe = pipeline(drawing(), "gpipe", store=f"disk:{folder}")
