@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeback.checkpoint import pipeline_state
+from pipeback.counts import counted
 from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.errors import StoreError
 from pipeback.methods.base import Method
@@ -17,6 +18,7 @@ from pipeback.runtime.loop import Loop
 from pipeback.schedules.programs import flush
 from pipeback.stages.stage import Stage
 from pipeback.streaming import disk_store
+from pipeback.streaming.committed import processes
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import Store
 
@@ -60,13 +62,19 @@ class Commits:
 
 def choose(store: DiskStore, ranks: Ranks | SingleProcess) -> None:
     """Resume from the newest version that the folders of all ranks hold, if they hold any."""
-    everywhere = ranks.gather((store.versions.numbers, store.versions.begun), "Pipeline()")
-    common = set.intersection(*(there for there, _ in everywhere))
+    mine = store.versions.numbers, store.versions.begun, processes(store.root)
+    everywhere = ranks.gather(mine, "Pipeline()")
+    common = set.intersection(*(there for there, _, _ in everywhere))
     if common:
         store.versions.choose(max(common))
-    elif any(there for there, _ in everywhere):
+    elif any(there for there, _, _ in everywhere):
         raise StoreError(f"{store.folder}: the ranks hold no version in common; give the store an empty folder")
-    elif any(committed for _, (committed, _) in everywhere):
+    elif others := max(count for _, _, count in everywhere):
+        raise StoreError(
+            f"{store.root}: holds a version of a training in {counted(others, 'process')}, and this one is "
+            f"in {len(everywhere)}; start as many as before, or give the store an empty folder to begin anew"
+        )
+    elif any(committed for _, (committed, _), _ in everywhere):
         raise StoreError(
             f"{store.root}: a version was committed here, but version-*.json is missing, which says where the "
             "weights lie; restore the folder from a copy, or give the store an empty one to begin anew"

@@ -181,7 +181,7 @@ class PipelineStrategy(Place):
         self._fit, self._state, self._resumed = None, None, Resumed()
         fitting, module, options = trainer.state.fn == TrainerFn.FITTING, self.lightning_module, self.options
         assert module is not None
-        store = option_checks.store(options.store, self.global_rank, self.ranks) if fitting else None
+        store = option_checks.store(options.store) if fitting else None
         if fitting:
             found = options.find_to_fit(trainer, module, self.precision_plugin, self.ranks)
         super().setup(trainer)
