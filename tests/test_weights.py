@@ -1,8 +1,10 @@
 """Weights in safetensors files: read stage by stage into a store, written the same way."""
 
 import json
+from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
@@ -126,3 +128,83 @@ def test_an_index_does_not_lead_out_of_its_folder(file, tmp_path):
             method="sgd",
             store=pipeback.Streaming(init=tmp_path),
         )
+
+
+def read(folder):
+    at = json.loads((folder / weights.INDEX).read_text())["weight_map"]
+    return {name: load_file(folder / file)[name] for name, file in at.items()}
+
+
+def same(some, others):
+    return some.keys() == others.keys() and all(torch.equal(value, others[name]) for name, value in some.items())
+
+
+@pytest.mark.parametrize("call", [1, 3])
+def test_an_export_that_fails_leaves_the_one_before(call, tmp_path, monkeypatch):
+    pipe = trained(model())
+    weights.save(pipe, tmp_path)
+    before, files = read(tmp_path), sorted(tmp_path.iterdir())
+    pipe.push(*data(1, samples=8)[0])
+    calls, write = [], safetensors.torch.save_file
+
+    def full(tensors, file, **options):
+        calls.append(file)
+        if len(calls) == call:
+            raise safetensors.SafetensorError("No space left on device")
+        write(tensors, file, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(safetensors.torch, "save_file", full)
+        with pytest.raises(OSError, match=rf"model-0000{call}-of-.*: SafetensorError: No space.*; make room"):
+            weights.save(pipe, tmp_path)
+    assert same(read(tmp_path), before)
+    assert sorted(tmp_path.iterdir()) == files
+    weights.save(pipe, tmp_path)
+    assert same(read(tmp_path), pipe.model.state_dict())
+
+
+def test_an_export_that_ends_amid_its_renames_cannot_be_read(tmp_path, monkeypatch):
+    pipe = trained(model())
+    weights.save(pipe, tmp_path)
+    rename = Path.rename
+
+    def ends(file, name):
+        if file.name.startswith("model-00002"):
+            raise KeyboardInterrupt
+        return rename(file, name)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", ends)
+        with pytest.raises(KeyboardInterrupt):
+            weights.save(pipe, tmp_path)
+    with pytest.raises(ValueError, match="there is no safetensors file, nor a folder with"):
+        pipeline(absent(), "pb", store=pipeback.Streaming("host", init=tmp_path))
+
+
+def test_an_export_that_is_replaced_is_read_anew(tmp_path):
+    """In the same process, and cut into other files; those of the old index go, and a user's stay."""
+    weights.save(trained(model()), tmp_path)
+    pipeline(absent(), "pb", store=pipeback.Streaming("host", init=tmp_path))
+    (tmp_path / "model-00009-of-00009.safetensors").write_text("a user's")
+    newer = trained(model(seed=1), stages=2)
+    weights.save(newer, tmp_path)
+    found = pipeline(absent(), "pb", store=pipeback.Streaming("host", init=tmp_path))
+    assert same(found.model.state_dict(), newer.model.state_dict())
+    assert sorted(file.name for file in tmp_path.glob("*.safetensors")) == [
+        "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model-00009-of-00009.safetensors",
+    ]  # fmt: skip
+
+
+def test_files_of_an_index_from_elsewhere_stay(tmp_path):
+    name = "model-00001-of-00001.safetensors"
+    save_file(model().state_dict(), tmp_path / name)
+    index = {"metadata": {"total_size": 1}, "weight_map": dict.fromkeys(model().state_dict(), name)}
+    (tmp_path / weights.INDEX).write_text(json.dumps(index))
+    weights.save(trained(model()), tmp_path)
+    assert (tmp_path / name).exists()
+
+
+def test_files_are_as_readable_as_their_folder(tmp_path):
+    tmp_path.chmod(0o755)
+    weights.save(trained(model(), 1), tmp_path)
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.glob("*.safetensors")} == {0o644}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from pipeback.checkpoint import pipeline_state
+from pipeback.counts import counted
 from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.errors import StoreError
 from pipeback.methods.base import Method
@@ -16,6 +18,7 @@ from pipeback.runtime.loop import Loop
 from pipeback.schedules.programs import flush
 from pipeback.stages.stage import Stage
 from pipeback.streaming import disk_store
+from pipeback.streaming.committed import processes
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import Store
 
@@ -29,7 +32,7 @@ class Commits:
     def __init__(self, method: Method, store: Store | None) -> None:
         self._method, self._store = method, store if isinstance(store, DiskStore) else None
         self._flush = 1 if method.flush_each_push else flush(method.schedule)  # micro-batches
-        self._made = 0  # micro-batches that had arrived at the last commit
+        self._made: float = 0  # micro-batches that had arrived at the last commit
         self._began = 0  # micro-batches that had arrived when the schedule last began anew
 
     def due(self, arrived: int) -> bool:
@@ -43,6 +46,15 @@ class Commits:
         """Note that a version was made with all micro-batches that had arrived."""
         self._made = arrived
 
+    @property
+    def stale(self) -> bool:
+        """Whether the folder holds a version, which is of another training once a state was loaded."""
+        return self._store is not None and self._store.versions.newest is not None
+
+    def overdue(self) -> None:
+        """Note that a version is due at the next moment, whatever has arrived."""
+        self._made = -math.inf
+
     def restart(self, arrived: int) -> None:
         """Note that the schedule begins anew with the next micro-batch."""
         self._began = arrived
@@ -50,13 +62,19 @@ class Commits:
 
 def choose(store: DiskStore, ranks: Ranks | SingleProcess) -> None:
     """Resume from the newest version that the folders of all ranks hold, if they hold any."""
-    everywhere = ranks.gather((store.versions.numbers, store.versions.begun), "Pipeline()")
-    common = set.intersection(*(there for there, _ in everywhere))
+    mine = store.versions.numbers, store.versions.begun, processes(store.root)
+    everywhere = ranks.gather(mine, "Pipeline()")
+    common = set.intersection(*(there for there, _, _ in everywhere))
     if common:
         store.versions.choose(max(common))
-    elif any(there for there, _ in everywhere):
+    elif any(there for there, _, _ in everywhere):
         raise StoreError(f"{store.folder}: the ranks hold no version in common; give the store an empty folder")
-    elif any(committed for _, (committed, _) in everywhere):
+    elif others := max(count for _, _, count in everywhere):
+        raise StoreError(
+            f"{store.root}: holds a version of a training in {counted(others, 'process')}, and this one is "
+            f"in {len(everywhere)}; start as many as before, or give the store an empty folder to begin anew"
+        )
+    elif any(committed for _, (committed, _), _ in everywhere):
         raise StoreError(
             f"{store.root}: a version was committed here, but version-*.json is missing, which says where the "
             "weights lie; restore the folder from a copy, or give the store an empty one to begin anew"

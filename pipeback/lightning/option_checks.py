@@ -21,6 +21,7 @@ from pipeback.methods.base import Method
 from pipeback.pipeline.arguments import Debug, MicroBatches, Processes, Splitting, Streaming, TensorParallel, where_else
 from pipeback.pipeline.option_checks import check_masters, such
 from pipeback.streaming import disk_store
+from pipeback.streaming.committed import processes
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import DeviceStore, Store
 from pipeback.tensors import meta
@@ -130,21 +131,22 @@ def masters(given: Any, store: Store | None) -> None:
         raise ValueError(f'{error} (precision="32-true")') from None
 
 
-def store(given: str | Store | None, rank: int = 0, ranks: int = 1) -> Store | None:
-    """The store of this rank. A Trainer resumes from a checkpoint, so a version in the folder of a store is refused."""
+def store(given: str | Store | None) -> Store | None:
+    """The store of a fit. A Trainer resumes from a checkpoint, so that a store on disk commits and resumes nothing."""
     found = disk_store.create(given)
     if not isinstance(found, DiskStore):
         return found
-    every = NEVER if isinstance(given, str) else found.commit_every
-    folder = found.folder / f"rank-{rank}" if ranks > 1 else found.folder
-    if isinstance(given, str) or ranks > 1:
-        found = DiskStore(folder, found.prefetch, found.fused, every)
-    if found.versions.numbers:
+    if found.commit_every is not None:
+        raise ValueError(
+            f"store: DiskStore(commit_every={found.commit_every}) commits versions, from which a Trainer does not "
+            "resume; leave commit_every out, and give fit a checkpoint (ckpt_path=...)"
+        )
+    if processes(found.folder):
         raise ValueError(
             f"store: {found.folder} holds a committed version of a pipeline, from which a Trainer does not resume; "
             "give fit a checkpoint (ckpt_path=...) and the store an empty folder"
         )
-    return found
+    return DiskStore(found.folder, found.prefetch, found.fused, NEVER, found.device_memory, found.host_memory)
 
 
 def absent(trainer: Trainer, found: TrainedModule, init: Any, store: Store | None, several: bool) -> None:

@@ -90,8 +90,8 @@ class PipelineStrategy(Place):
     slices of a batch pass a stage while it is on the device: two passes over the weights per batch, with the
     activations of all slices at once. The `training_step` of a slice waits at its call of the model, in a thread; what
     it does before the call happens for all slices before anything after it. Validation, test and predict stream, too.
-    Within fit, read weights in validation hooks or from a checkpoint; at other times a stage shows what is on the
-    device, or NaN. After fit they are in host memory. "pipeback_streaming" means method="gpipe", store="host".
+    Within fit, read weights in validation in `with strategy.pipeline.shown():` or from a checkpoint; else a stage shows
+    what is on the device, or NaN. After fit they are in host memory. "pipeback_streaming": gpipe with store="host".
 
     With a store and one device, the stages may come from the meta device; each gets its values when it enters the
     store. With a disk store such a model may be larger than memory and returns to the meta device after fit: the
@@ -181,7 +181,7 @@ class PipelineStrategy(Place):
         self._fit, self._state, self._resumed = None, None, Resumed()
         fitting, module, options = trainer.state.fn == TrainerFn.FITTING, self.lightning_module, self.options
         assert module is not None
-        store = option_checks.store(options.store, self.global_rank, self.ranks) if fitting else None
+        store = option_checks.store(options.store) if fitting else None
         if fitting:
             found = options.find_to_fit(trainer, module, self.precision_plugin, self.ranks)
         super().setup(trainer)

@@ -5,11 +5,17 @@ one that cannot do something amid a micro-batch.
 from __future__ import annotations
 
 from pipeback.errors import RankError, StageError
+from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.store import Store
 
 # where states can be kept in memory
 TAKE_BACK = (
     "; built with debug=pipeback.Debug(take_back=100), which keeps a state every 100 pushes, a pipeline leaves such a "
     "push out and goes on"
+)
+ON_DISK = (
+    "; or close the pipeline with pipe.close() and build the model and its Pipeline anew, which goes on from what the "
+    "store committed last"
 )
 BEFORE_THE_STATES = (
     "; take_back did not help, since the micro-batch came before the first state that is kept: before weights or an "
@@ -23,6 +29,13 @@ _BEFORE = (
     "with a state of pipe.state_dict() from before, as pipeback.checkpoint.load does, and `with pipe.shown():` shows "
     "the weights as they are"
 )
+
+
+def otherwise(outside: bool, apart: bool, store: Store | None) -> str:
+    """How to go on besides. outside: its loss is computed outside. apart: stages as one, or shards of them."""
+    if outside:
+        return ""
+    return ON_DISK if isinstance(store, DiskStore) else "" if apart else TAKE_BACK
 
 
 def closed(error: BaseException, otherwise: str = "") -> RuntimeError:

@@ -18,7 +18,7 @@ from pipeback.distributed.ranks import Ranks, SingleProcess
 from pipeback.errors import RankError, StageError
 from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.build import Built, StoreUse, telling
-from pipeback.pipeline.closed_message import AMID, TAKE_BACK, closed
+from pipeback.pipeline.closed_message import AMID, closed, otherwise
 from pipeback.pipeline.grad_modes import recording
 from pipeback.pipeline.kept_states import KeptStates
 from pipeback.pipeline.loss_watch import LossWatch
@@ -74,7 +74,8 @@ class Engine:
         self.observing, self.losses, self.progress = Observers(), LossWatch(options.debug.stop_at_nan), Progress()
         self.error: BaseException | None = None
         self.kept: KeptStates | None = None
-        self._otherwise = "" if self.outside or options.vectorize or options.tensor.size > 1 else TAKE_BACK
+        apart = bool(options.vectorize) or options.tensor.size > 1
+        self._otherwise = otherwise(self.outside, apart, self.holding.store)
         self.runtime: Runner | None = None
         self._finalizer: Any = None  # stops the threads of a pipeline that nobody holds
         self.lock, self._process = CallLock(self.split.rest), os.getpid()  # not in a child of fork

@@ -78,7 +78,16 @@ class Saving:
         }
 
     def load(self, state_dict: dict[str, Any]) -> None:
-        """Do what `Pipeline.load_state_dict` does."""
+        """Do what `Pipeline.load_state_dict` does. A version in the store's folder is replaced at once."""
+        engine = self._engine
+        with engine.lock:
+            self._load(state_dict)
+            if self._commits.stale:
+                self._commits.overdue()
+                if self._can_commit:
+                    self.commit()
+
+    def _load(self, state_dict: dict[str, Any]) -> None:
         engine = self._engine
         with engine.lock, recording():
             store = engine.holding.store
@@ -140,13 +149,18 @@ class Saving:
                 raise RuntimeError(
                     'commit: weights are not on disk; use store="disk:FOLDER", or pipeback.checkpoint.save'
                 )
-            if engine.runtime is None and ranks.several:
+            if not self._can_commit:
                 raise RuntimeError("commit: no rank has its stages before the first push; call it afterwards")
             holding.showing.check("commit")
             engine.wait()
             saving = partial(holding.saving, opened=False)
             engine.do(partial(commits.commit, store, ranks, holding.mine, engine.loops, self.plain(), saving))
             self._commits.made(engine.arrived)
+
+    @property
+    def _can_commit(self) -> bool:
+        """Whether this rank has its stages; before the first push no rank has."""
+        return self._engine.runtime is not None or not self._engine.ranks.several
 
     def commit_if_due(self) -> None:
         """Commit if a version of the store is due."""
@@ -167,7 +181,7 @@ class Saving:
         mine = self.would_hold(store.versions.newest["state"]["plain"])
         saved = commits.found(store, engine.ranks, mine, len(engine.stages))
         try:
-            self.load(saved or {})
+            self._load(saved or {})
         except ValueError as error:
             raise StoreError(f"{store.folder}: {error}; or give the store another folder") from error
         after = f"{counted(engine.arrived, 'micro-batch')} in {counted(engine.progress.pushes, 'push')}"

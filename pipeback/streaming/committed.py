@@ -21,6 +21,7 @@ from pipeback.streaming import sealed_file
 from pipeback.streaming.pages import Region, read
 
 FORMAT = 1
+VERSIONS = "version-*.json"
 
 
 class CommittedVersions:
@@ -34,7 +35,7 @@ class CommittedVersions:
     @property
     def numbers(self) -> set[int]:
         """Return the numbers of the versions: one, or two if processes were killed while ranks committed."""
-        return {int(path.stem.removeprefix("version-")) for path in self.folder.glob("version-*.json")}
+        return {int(path.stem.removeprefix("version-")) for path in self.folder.glob(VERSIONS)}
 
     @property
     def begun(self) -> tuple[bool, bool]:
@@ -129,6 +130,11 @@ class _Stored(Mapping[str, Tensor]):
 
     def __len__(self) -> int:
         return len(self._parts)
+
+
+def processes(root: Path) -> int:
+    """Of how many processes the versions are that lie in the folder of a store, or in those of its ranks; 0: none."""
+    return 1 if any(root.glob(VERSIONS)) else len({path.parent for path in root.glob(f"rank-*/{VERSIONS}")})
 
 
 def _regions(described: Mapping[str, Any]) -> dict[str, Region]:

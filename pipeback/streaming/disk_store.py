@@ -266,7 +266,7 @@ class DiskStore(Store):
             pages.commit()
 
 
-def due(method: Method, commit_every: int | None, arrived: int, flushed: bool) -> bool:
+def due(method: Method, commit_every: int | None, arrived: float, flushed: bool) -> bool:
     """Whether to commit. arrived: micro-batches since the last commit. flushed: no micro-batch is in flight."""
     flushes = (method.flush_each_push or flush(method.schedule) > 1) and not any(method.delays(2))
     if commit_every is None and flushes:

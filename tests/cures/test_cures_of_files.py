@@ -77,6 +77,16 @@ def test_values_for_a_model_that_has_them(tmp_path):
     train(build(model(), store="host"))
 
 
+def test_an_export_into_what_is_no_folder(tmp_path):
+    (tmp_path / "file").write_text("")
+    pipe = build(store="host")
+    says = "make room, or give a folder that can be written, and save again"
+    with pytest.raises(OSError, match=says):
+        pipeback.weights.save(pipe, tmp_path / "file")
+    pipeback.weights.save(pipe, tmp_path / "folder")
+    train(pipe)
+
+
 class Table(nn.Module):
     def __init__(self, width):
         super().__init__()

@@ -276,3 +276,14 @@ def test_files_of_a_model_that_memory_may_not_hold(tmp_path):
     saving = [SaveWeights(tmp_path / "weights")]
     trainer(strategy("pb", store=given), callbacks=saving, enable_checkpointing=False).fit(meta(), loader())
     assert list((tmp_path / "weights").rglob("*.safetensors"))
+
+
+def test_commits_of_a_fit(tmp_path):
+    def fit(every, **options):
+        given = pipeback.DiskStore(tmp_path / "own", commit_every=every)
+        run = trainer(strategy("pb", store=given), **options)
+        run.fit(Regression(network(2)), loader())
+
+    says = r"does not resume; leave commit_every out, and give fit a checkpoint \(ckpt_path=...\)"
+    refused(lambda: fit(8), says)
+    fit(None)

@@ -286,6 +286,23 @@ def test_versions_that_not_all_ranks_have(crew, tmp_path):
     crew.again()
 
 
+def test_a_folder_of_other_processes(crew, tmp_path):
+    """Of one process, opened by two, and the other way round."""
+    with build(store=f"disk:{tmp_path / 'one'}") as pipe:
+        pipe.push(BATCH, BATCH)
+        pipe.commit()
+    says = "one: holds a version of a training in 1 process, and this one is in 2; start as many as before, or give"
+    assert says in heard(crew, stored, tmp_path / "one")
+    trains(store=f"disk:{tmp_path / 'one'}")
+    for _ in range(2):
+        crew.ranks(2).run(stored, tmp_path / "two", each=range(2))
+        crew.again()
+        says = (
+            "two: holds a version of a training in 2 processes, and this one is in 1; start as many as before, or give"
+        )
+        refused(lambda: trains(store=f"disk:{tmp_path / 'two'}"), says)
+
+
 def test_a_full_disk(tmp_path, monkeypatch):
     def full(*args: Any) -> Any:
         raise OSError(28, "No space left on device")

@@ -184,3 +184,27 @@ def test_a_monitor_that_keeps_no_copy(tmp_path):
     assert {"pipeback/throughput", "pipeback/stall_share", "pipeback/update_norm/stage_00"} <= set(last)
     assert not any(name.startswith(("pipeback/gap", "pipeback/delay")) for name in last)
     assert run.strategy.pipeline.memory().copies == 1
+
+
+class Reading(Regression):
+    """Reads a weight in validation, once something was trained."""
+
+    def on_validation_epoch_end(self):
+        if not self.trainer.sanity_checking:
+            with self.trainer.strategy.pipeline.shown():
+                self.hook = self.model[0][0].weight.detach().clone()
+
+    def validation_step(self, batch, batch_idx):
+        if not self.trainer.sanity_checking:
+            with self.trainer.strategy.pipeline.shown():
+                self.step = self.model[0][0].weight.detach().clone()
+        return super().validation_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("kind", ["host", "disk"])
+def test_weights_are_read_in_validation(kind, tmp_path):
+    given = {"method": "pb", "module": Reading, "val": loader}
+    (_, found), (_, wanted) = fitted(STORES[kind](tmp_path), **given), fitted(**given)
+    assert torch.equal(found.step, wanted.step)
+    assert torch.equal(found.hook, wanted.hook)
+    same(found, wanted)

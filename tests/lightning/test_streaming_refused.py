@@ -8,7 +8,7 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from pipeback.errors import StoreError
 from pipeback.streaming.disk_store import DiskStore
 from pipeback.streaming.store import HostStore
-from tests.laws.cases import network
+from tests.laws.cases import data, network, pipeline
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 from tests.lightning.streamed import equal, fitted, same
 
@@ -33,10 +33,25 @@ def refused(message, store, error=(ValueError, TypeError), **options):
 def test_bad_stores(tmp_path):
     refused("store='hots' is unknown; give None, 'host', 'disk:FOLDER'", "hots")
     refused('store must be None, "host", "disk:FOLDER" or a pipeback.Store, but is 3', 3)
-    committed = DiskStore(tmp_path / "own")
-    fitted(committed)
-    refused("own holds a committed version .*give fit a checkpoint", f"disk:{tmp_path / 'own'}")
-    refused("own holds a committed version .*give fit a checkpoint", committed)
+    with pipeline(network(), "gpipe", store=DiskStore(tmp_path / "own")) as pipe:
+        pipe.push(*data(1)[0])
+    (tmp_path / "of two").mkdir()
+    (tmp_path / "own").rename(tmp_path / "of two" / "rank-1")
+    with pipeline(network(), "gpipe", store=DiskStore(tmp_path / "own")) as pipe:
+        pipe.push(*data(1)[0])
+    for folder in (tmp_path / "own", tmp_path / "of two"):
+        refused(f"{folder} holds a committed version .*give fit a checkpoint", f"disk:{folder}")
+        refused(f"{folder} holds a committed version .*give fit a checkpoint", DiskStore(folder))
+    fitted(DiskStore(tmp_path / "empty"))
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pb"])
+def test_a_second_fit_with_the_same_store(method, tmp_path):
+    """A fit commits nothing, since no fit resumes from it, however the store is given."""
+    store, wanted = DiskStore(tmp_path / "own", prefetch=2), fitted(None, method)[1]
+    for _ in range(2):
+        same(fitted(store, method)[1], wanted)
+    assert store.commit_every is None
 
 
 def test_fused_without_support(tmp_path):

@@ -153,3 +153,34 @@ def test_a_state_of_before_the_first_push_leaves_stages_where_they_are(crew):
         assert before == after
         assert found == losses
         assert all(torch.equal(value, values[name]) for name, value in weights.items())
+
+
+def goes_back_on_disk(folder, late):
+    """A state is loaded over a later version: the folder's pushes at once, after a push, and when it is resumed."""
+    found = []
+    for times in (range(4), ()):
+        pipe = pipeline(drawing(), "gpipe", store=f"disk:{folder}")
+        found.append(pipe.pushes)
+        for n in times:
+            if n == late:
+                state = pipe.state_dict()
+            pipe.push(*data(4, samples=8)[n])
+        if times:
+            pipe.load_state_dict(state)
+            found.append(_committed(pipe))
+            pipe.push(*data(1, samples=8, seed=9)[0])
+            found.append(_committed(pipe))
+        pipe.close()
+    return found
+
+
+def _committed(pipe):
+    return pipe._engine.holding.store.versions.newest["state"]["plain"]["pushes"]
+
+
+@pytest.mark.parametrize("late", [0, 2])
+def test_the_folders_of_ranks_follow_a_state(crew, tmp_path, late):
+    """Before the first push no rank has its stages, so that such a state is committed after the first push."""
+    at_once = late or 4
+    for found in crew.ranks(2).run(goes_back_on_disk, tmp_path, late):
+        assert found == [0, at_once, late + 1, late + 1]

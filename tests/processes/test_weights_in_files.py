@@ -1,0 +1,54 @@
+"""Weights in safetensors files over ranks: each is written once, and what one rank cannot write, none exports."""
+
+import json
+
+import pytest
+import safetensors.torch
+import torch
+
+from pipeback import weights
+from tests.laws.cases import data, network, pipeline
+from tests.processes.crew import Failed
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*takes its statistics")
+
+
+def exported(rank, folder, pushes, full):
+    torch.manual_seed(7)
+    pipe, write = pipeline(network(), "gpipe"), safetensors.torch.save_file
+    for x, y in data(pushes, samples=4):
+        pipe.push(x, y)
+
+    def fails(tensors, file, **options):
+        raise OSError(28, "No space left on device")
+
+    try:
+        safetensors.torch.save_file = fails if rank == full else write
+        weights.save(pipe, folder)
+    finally:
+        safetensors.torch.save_file = write
+    found = {name: value.clone() for name, value in pipe.model.state_dict().items()}
+    pipe.close()
+    return found
+
+
+def read(folder):
+    at = json.loads((folder / weights.INDEX).read_text())["weight_map"]
+    return {name: safetensors.torch.load_file(folder / file)[name] for name, file in at.items()}
+
+
+@pytest.mark.parametrize("pushes", [0, 2])
+def test_every_rank_writes_its_stages(crew, tmp_path, pushes):
+    """Before the first push every rank holds all of them."""
+    for wanted in crew.ranks(2).run(exported, tmp_path, pushes, None, each=range(2)):
+        assert read(tmp_path).keys() == wanted.keys()
+        assert all(torch.equal(value, wanted[name]) for name, value in read(tmp_path).items())
+
+
+def test_what_one_rank_cannot_write_no_rank_exports(crew, tmp_path):
+    crew.ranks(2).run(exported, tmp_path, 1, None, each=range(2))
+    before, files = read(tmp_path), sorted(tmp_path.iterdir())
+    with pytest.raises(Failed, match=r"(?s)rank 0: .*No space left on device; make room.*rank 1: .*; make room"):
+        crew.ranks(2).run(exported, tmp_path, 2, 1, each=range(2))
+    assert all(torch.equal(value, before[name]) for name, value in read(tmp_path).items())
+    assert sorted(tmp_path.iterdir()) == files

@@ -1,0 +1,67 @@
+"""Once a state is loaded, the folder of a disk store goes on from it, and not from the training it has replaced."""
+
+import pytest
+
+from pipeback import checkpoint
+from pipeback.streaming.disk_store import DiskStore
+from tests.helpers.store_runs import batch, build, digest, train
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pb"])
+@pytest.mark.parametrize("before", [0, 1])
+def test_the_folder_follows_at_once(method, before, tmp_path):
+    pipe = train(tmp_path, method, before)
+    early = pipe.state_dict()
+    train_on(pipe, range(before, 6))
+    pipe.commit()
+    pipe.load_state_dict(early)
+    pipe.close()  # as a kill does
+    again = build(tmp_path, method)
+    assert again.pushes == before
+    again.close()
+
+
+@pytest.mark.parametrize("method", ["gpipe", "pb"])
+def test_commits_go_on_from_a_state(method, tmp_path):
+    pipe = train(tmp_path / "own", method, 1)
+    early = pipe.state_dict()
+    train_on(pipe, range(1, 6))
+    pipe.commit()
+    pipe.load_state_dict(early)
+    train_on(pipe, range(100, 105))
+    pipe.drain()  # graphs that were restored keep no batch statistics
+    found = digest(pipe)
+    pipe.close()
+    again = build(tmp_path / "own", method)
+    assert again.pushes > 3
+    train_on(again, range(99 + again.pushes, 105))
+    again.drain()
+    assert digest(again) == found
+    again.close()
+
+
+def test_a_checkpoint_is_committed(tmp_path):
+    pipe = train(tmp_path / "own", "pb", 2)
+    checkpoint.save(pipe, tmp_path / "saved")
+    train_on(pipe, range(2, 6))
+    pipe.commit()
+    checkpoint.load(pipe, tmp_path / "saved")
+    pipe.close()
+    again = build(tmp_path / "own", "pb")
+    assert again.pushes == 2
+    again.close()
+
+
+def test_a_folder_without_a_version_stays_without(tmp_path):
+    """There is nothing to replace: versions come when they are due."""
+    state = (pipe := train(tmp_path / "first", "gpipe", 1)).state_dict()
+    pipe.close()
+    pipe = build(tmp_path / "second", "gpipe")
+    pipe.load_state_dict(state)
+    pipe.close()
+    assert DiskStore(tmp_path / "second").versions.numbers == set()
+
+
+def train_on(pipe, numbers):
+    for n in numbers:
+        pipe.push(*batch(n))
