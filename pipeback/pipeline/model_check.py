@@ -6,6 +6,7 @@ If a module were replaced unnoticed, the pipeline would go on training the old o
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from itertools import chain
 from operator import attrgetter, is_
 from typing import Any
 
@@ -16,7 +17,7 @@ from pipeback.splitting.module_hooks import Around
 from pipeback.stages.stage import Stage
 from pipeback.stages.tracing_lock import TRACING
 
-_needs, _places = attrgetter("requires_grad"), attrgetter("home.places")
+_needs, _places, _slot = attrgetter("requires_grad"), attrgetter("home.places"), attrgetter("home.slot")
 _COPY = "copy values into the weights in place, or build a new Pipeline"
 
 
@@ -40,7 +41,7 @@ class WeightPlaces:
     """The weights of some stages: which module holds each by which name, and where in memory it lies."""
 
     def __init__(self, stages: Sequence[Stage]) -> None:
-        self._stages, self._noted = stages, list(map(_places, stages))
+        self._stages, self._noted = stages, [*map(_places, stages), *map(_slot, stages)]
         found = [(stage, *entry) for stage in stages for entry in stage.home.places]
         self._entries = Places((owner, key, p) for _, owner, key, p, _ in found)
         self._labels = [stage.label for stage, *_ in found]
@@ -51,8 +52,12 @@ class WeightPlaces:
         self._slots = [(n, slot) for n in first.values() if (slot := found[n][0].home.slot) is not None]
 
     def current(self) -> bool:
-        """Whether the stages have noted no other places since."""
-        return all(map(is_, map(_places, self._stages), self._noted))
+        """Whether the stages have noted no other places, and moved to no store, since."""
+        return all(map(is_, chain(map(_places, self._stages), map(_slot, self._stages)), self._noted))
+
+    def written(self) -> str | None:
+        """A stage whose weights are in a store, but into whose module somebody has written, which is lost."""
+        return next((self._labels[n] for n, slot in self._slots if slot.written()), None)
 
     def changed(self) -> str | None:
         """The stage and the name of a weight that was replaced or moved; None if all are as they were."""
@@ -105,14 +110,13 @@ class ModelCheck:
                 "modules were added to the model, hooks were registered on it, or a forward was set on it after the "
                 "pipeline was built, which runs those that it was built of, one after the other; build a new Pipeline"
             )
-        for stage in self._streamed:
-            if stage.home.slot is not None and stage.home.slot.written():
-                raise RuntimeError(
-                    f"{stage.label}: its weights are in the store, so that what was written into the module's is lost; "
-                    "write it once more within `with pipe.shown(changes=True):`"
-                )
         if not self._held.current():
             self._held = WeightPlaces(self.stages)
+        if (written := self._held.written()) is not None:
+            raise RuntimeError(
+                f"{written}: its weights are in the store, so that what was written into the module's is lost; "
+                "write it once more within `with pipe.shown(changes=True):`"
+            )
         if self._held.changed():
             with TRACING:  # which another thread may do, with other tensors in the places of weights
                 changed = self._held.changed()
