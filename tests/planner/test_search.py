@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 
@@ -62,6 +62,17 @@ def test_few_of_a_thousand_devices_options_are_simulated(monkeypatch):
     found = search("gpt:175b", "1024xA100", tokens=300e9, fixed=Fixed(stores=("device", "host", "disk")))
     assert len(found) > 20 and 1000 < len(tried) < 10_000
     assert len(simulated) < len(tried) / 20
+
+
+def test_every_method_is_ranked_in_whatever_order_they_are_named():
+    """What has no pipeline is no method's, takes no method's place, and has no delay."""
+    names = ("pipedream_2bw", "one_f_one_b", "zb_h1")
+    tables = [{row[1:] for row in search("gpt:1.3b", "16xA100", methods=some).rows()} for some in permutations(names)]
+    assert all(rows == tables[0] for rows in tables)
+    assert {row[0] for row in tables[0]} == {*names, "sharded", "data parallel"}
+    alone = search("gpt:1.3b", "16xA100", methods="pipedream_2bw")
+    assert {one.title for one in alone} == {"pipedream_2bw", "sharded", "data parallel"}
+    assert all(one.option.delay == (one.title == "pipedream_2bw") for one in alone)
 
 
 def test_what_is_fixed_is_kept(found):
