@@ -96,7 +96,7 @@ def technique(name: str) -> Technique:
 
 
 def without_pipeline() -> Technique:
-    """What trains where there is no pipeline, whatever the methods are: one micro-batch after the other, and an update."""
+    """What trains where there is no pipeline, whatever the methods: one micro-batch after the other, then an update."""
     return replace(technique("sgd"), order="one_f_one_b")
 
 
