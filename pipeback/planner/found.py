@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
 
 class Found(Sequence[Estimate]):
-    """Options, best first. refused: of each method of which none fits, and of no pipeline, that which needs least memory.
+    """Options, best first. refused: of each method of which none fits, or of no pipeline, what needs least memory.
 
     again: the same search on another cluster; None where nothing fits.
     """
