@@ -52,8 +52,10 @@ def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
     options, labels = combinations(axes(config)), labels_of(config["methods"], ALL, "trains")
     every, out = config["methods"] in (None, "all"), Path(config["out"])
 
-    def compose(label: str, varied: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], str]:
-        home = out / folder(label, varied, seed)
+    def compose(
+        label: str, varied: Mapping[str, Any], seed: int, home: Path | None = None
+    ) -> tuple[dict[str, Any], str]:
+        home = home or out / folder(label, varied, seed)
         told = [f"{key}={typed(value)}" for key, value in varied.items()]
         given = [*words, f"method={label}", *told, f"seed={seed}", f"label={label}", f"out={literal(str(home))}"]
         values = check(hydra.compose("train", given))

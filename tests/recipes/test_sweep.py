@@ -196,6 +196,7 @@ def test_runs_that_log_no_loss_are_told_of_before_they_are_done(tmp_path):
     done = pipeback("sweep", *TINY, *few[:-1], cure, cwd=tmp_path)
     assert done.returncode == 0 and not done.stderr
     assert math.isfinite(table.load(tmp_path / "here" / "results.csv").rows[0].train_loss)
+    assert len(list((tmp_path / "here").glob("*/metrics.csv"))) == 2  # beside the other run, not over it
 
 
 def test_a_failure_is_named_and_the_others_are_written(tmp_path, monkeypatch):
