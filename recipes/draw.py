@@ -168,9 +168,10 @@ def show(options: dict[str, Any]) -> None:
         return
     methods = {entry: build(entry, options["flush"]) for entry in options["method"].split(",")}
     schedules = {entry: scheduled(entry, method, stages) for entry, method in methods.items()}
+    for entry, method in methods.items():
+        check_flush(entry, method, stages, options["flush"])
     paths = files(options["run"], list(methods)) if options["run"] else {}
     for entry, method in methods.items():
-        method.check_stages(stages)
         schedule = schedules[entry]
         owner = schedule.placement.owner if isinstance(schedule, Placed) else None
         print(f"{entry}: delays {method.delays(stages)}, idle "
@@ -193,6 +194,21 @@ def show(options: dict[str, Any]) -> None:
         matplotlib.use("Agg")
         draw.compare(schedules, stages, count, until=options["until"]).savefig(out, dpi=130)
         print(f"written: {out}")
+
+
+def check_flush(entry: str, method: pipeback.Method, stages: int, flush: int) -> None:
+    """Raise ValueError if a method cannot run on so many stages, with the flush that it can, where there is one."""
+    try:
+        method.check_stages(stages)
+    except ValueError as error:
+        for more in range(flush + 1, flush + 8 * stages):
+            try:
+                build(entry, more).check_stages(stages)
+            except ValueError:
+                continue
+            found = f"method={entry}: flush={flush} is too few for {stages} stages"
+            raise ValueError(f"{found}; add flush={more}") from error
+        raise
 
 
 def scheduled(entry: str, method: pipeback.Method, stages: int) -> pipeback.Schedule:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from pipeback.counts import counted
+
 
 def check_words(words: Sequence[str]) -> None:
     """Raise ValueError if a word of the command names the runs, which is what their methods do."""
@@ -29,6 +31,17 @@ def check_runs(config: Mapping[str, Any], offline: bool = False) -> None:
             "logger= leaves no file that is read afterwards, as metrics.csv is, which a CSVLogger writes; choose "
             "logger=csv, or logger=both, with W&B"
         )
+
+
+def unlogged(batches: float, every: int) -> str:
+    """What to say of runs that log no training loss, since they have fewer batches than it is logged after; or ''."""
+    if every and batches >= every:
+        return ""
+    return (
+        f"runs of {counted(int(batches), 'batch')} log no training loss at "
+        f"trainer.log_every_n_steps={every}, so that they have no best rate and no slow-down; give "
+        "trainer.log_every_n_steps=1"
+    )
 
 
 def _read(logger: Mapping[str, Any], offline: bool) -> bool:

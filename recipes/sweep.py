@@ -36,11 +36,11 @@ from pipeback.recipes.live import Live, state
 from pipeback.recipes.method_entries import labels_of, typed
 from pipeback.recipes.provenance import provenance
 from pipeback.recipes.report import console as report_console
-from pipeback.recipes.run_checks import check_runs, check_words
+from pipeback.recipes.run_checks import check_runs, check_words, unlogged
 from pipeback.recipes.schemas import Sweep, check
 from pipeback.recipes.sweeps import table
 from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, axes, combinations, folder, plain, planned, rates_of
-from pipeback.recipes.train import as_yaml, quiet, task_of, trainer_of
+from pipeback.recipes.train import as_yaml, batches_of, quiet, task_of, trainer_of
 from pipeback.recipes.work import resume
 
 OWN = re.compile(r"(methods|seeds|seed|jobs|rates|vary|reference|out)=")  # options that are not passed on to `train`
@@ -52,8 +52,10 @@ def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
     options, labels = combinations(axes(config)), labels_of(config["methods"], ALL, "trains")
     every, out = config["methods"] in (None, "all"), Path(config["out"])
 
-    def compose(label: str, varied: Mapping[str, Any], seed: int) -> tuple[dict[str, Any], str]:
-        home = out / folder(label, varied, seed)
+    def compose(
+        label: str, varied: Mapping[str, Any], seed: int, home: Path | None = None
+    ) -> tuple[dict[str, Any], str]:
+        home = home or out / folder(label, varied, seed)
         told = [f"{key}={typed(value)}" for key, value in varied.items()]
         given = [*words, f"method={label}", *told, f"seed={seed}", f"label={label}", f"out={literal(str(home))}"]
         values = check(hydra.compose("train", given))
@@ -65,6 +67,7 @@ def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
             f"rates: {', '.join(sorted(unknown))}: methods= has no such method; it has {', '.join(labels)}"
         )
     kept: dict[str, list[dict[str, Any]]] = {}
+    warned = set[str]()
     read: dict[str, Any] = {}  # the data of every choice of options, since files take seconds
     for label in labels:
         rates = rates_of(label, config["rates"])
@@ -75,12 +78,16 @@ def plan(config: Mapping[str, Any], words: Sequence[str]) -> list[Job]:
                 given = values["data"], values["batch_size"], values["seed"]
                 if (data := read.get(str(given))) is None:
                     data = read[str(given)] = build.data(*given)
-                task_of(values, data, trainer_of({**values, "logger": {}, "callbacks": {}})[0])
+                trainer = trainer_of({**values, "logger": {}, "callbacks": {}})[0]
+                task_of(values, data, trainer)
+                warned.add(unlogged(batches_of(trainer, data, values["batch_size"])(), trainer.log_every_n_steps))
         except ValueError as error:
             if every and label != "sgd":  # sgd runs with any optimizer, so its error is one of the config
                 continue
             raise ValueError(str(error) if label in str(error) else f"{label}: {error}") from error
         kept[label] = mine
+    for text in sorted(filter(None, warned)):
+        print(f"pipeback sweep: {text}", file=sys.stderr)
     return planned(kept, range(config["seed"], config["seed"] + config["seeds"]), compose)
 
 

@@ -183,11 +183,15 @@ def summary(recording: Recording) -> str:
 
 
 def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, until: int | None = None) -> Any:
-    """A figure with one timeline per schedule, on one time axis, to compare their bubbles. Returns the figure."""
+    """A figure with one timeline per schedule, on one time axis, to compare their bubbles. Returns the figure.
+
+    until: where the axis ends; None, or beyond the end: at the end of the longest.
+    """
     import matplotlib.pyplot as plt
 
     runs = {name: list(timeline(schedule, stages, micro_batches, UNIT)) for name, schedule in schedules.items()}
-    end = until or int(max(slot.end for slots in runs.values() for slot in slots))
+    last = int(max(slot.end for slots in runs.values() for slot in slots))
+    end = min(until or last, last)
     height = 0.3 * stages + 0.85
     figure, axes = plt.subplots(
         len(runs), 1, figsize=(min(16.0, 0.27 * end + 1.0), height * len(runs)), layout="constrained", squeeze=False

@@ -18,7 +18,7 @@ from pipeback.planner.estimates import DAY, Job
 from pipeback.planner.memory import MARGIN, Footprint, likely
 from pipeback.planner.options import STORES, Option, check_stages, check_tensor
 from pipeback.planner.steps import least
-from pipeback.planner.techniques import Technique
+from pipeback.planner.techniques import Technique, without_pipeline
 from pipeback.planner.timing import StageLoad, loads
 
 MICRO_BATCHES = (1, 2, 4, 8, 16, 32, 64)  # samples
@@ -90,7 +90,7 @@ def candidates(job: Job, techniques: Sequence[Technique], fixed: Fixed) -> Itera
             if micro_batch * data > _most_samples(job, fixed):
                 break
             yield from _of(job, techniques, fixed, Option(
-                techniques[0], data, pipeline, tensor, 1, micro_batch, shard="optimizer" if data > 1 else "none"
+                without_pipeline(), data, pipeline, tensor, 1, micro_batch, shard="optimizer" if data > 1 else "none"
             ))  # fmt: skip
 
 
@@ -119,18 +119,16 @@ def _of(job: Job, techniques: Sequence[Technique], fixed: Fixed, base: Option) -
 
 def _methods(job: Job, techniques: Sequence[Technique], fixed: Fixed, base: Option) -> Iterator[Option]:
     """Every method, number of micro-batches, chunks and store."""
+    if base.pipeline == 1:  # all methods are the same
+        for m in _micro_batches(job, fixed, base):
+            plain = replace(base, micro_batches=m)
+            for store in fixed.stores:
+                yield plain if store == "device" else replace(plain, store=store)
+            if base.data > 1 and "device" in fixed.stores:
+                yield replace(plain, shard="all")
+        return
     for technique in techniques:
         mine = replace(base, technique=technique)
-        if base.pipeline == 1:
-            if technique is not techniques[0]:
-                continue  # without a pipeline, all methods are the same
-            for m in _micro_batches(job, fixed, mine):
-                plain = replace(mine, micro_batches=m)
-                for store in fixed.stores:
-                    yield plain if store == "device" else replace(plain, store=store)
-                if base.data > 1 and "device" in fixed.stores:
-                    yield replace(plain, shard="all")
-            continue
         if "device" not in fixed.stores or (technique.slack == 0 and technique.flows):
             continue
         chunks = [1]

@@ -29,7 +29,7 @@ class Point(NamedTuple):
 
 
 class Found(Sequence[Estimate]):
-    """Options, best first. refused: of each method of which none fits, the option that needs the least memory.
+    """Options, best first. refused: of each method of which none fits, or of no pipeline, what needs least memory.
 
     again: the same search on another cluster; None where nothing fits.
     """
@@ -95,7 +95,7 @@ class Found(Sequence[Estimate]):
         for one in self.refused:
             device = job.cluster.device
             told.append(
-                f"{one.option.technique.name} does not fit: it needs at least {gigabytes(one.required)} GB per device, "
+                f"{one.title} does not fit: it needs at least {gigabytes(one.required)} GB per device, "
                 f"{device.name} has {gigabytes(device.memory)}"
             )
         return told

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import sqrt
+from math import inf, sqrt
 from typing import NamedTuple
 
+from pipeback.planner import catalogue
 from pipeback.planner.techniques import Technique, assumed
 
 CRITICAL = 2e6  # tokens
@@ -39,11 +40,15 @@ class Loss:
     calibrated: str = ""  # the file that `slow` comes from
 
     def __post_init__(self) -> None:
-        if not self.critical_batch > 0:
+        if not 0 < self.critical_batch < inf:
             raise ValueError(f"critical_batch must be above 0, but is {self.critical_batch!r}; write for example 2e6")
         for name, kappa in self.slow.items():
-            if not kappa >= 0:
+            if not 0 <= kappa < inf:
                 raise ValueError(f"slow of {name} must be at least 0, but is {kappa!r}; 0 costs nothing")
+        if self.slow:
+            known = catalogue.table("methods")
+            named = {catalogue.key("method", name, known): kappa for name, kappa in self.slow.items()}
+            object.__setattr__(self, "slow", named)  # as they are compared
 
     def batch(self, tokens: float) -> float:
         """By which factor updates of so many tokens need more tokens in all."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from math import inf
 
 from pipeback import byte_sizes
 
@@ -36,12 +37,23 @@ def count(name: str, text: str | float) -> float:
     >>> count("tokens", "300B"), count("batch", "2M"), count("batch", 1536)
     (300000000000.0, 2000000.0, 1536.0)
     """
-    if not isinstance(text, str):
-        return float(text)
-    found = re.fullmatch(_NUMBER + r"([a-zA-Z]?)", text)
-    if found is None or found[2].upper() not in _COUNTS or not float(found[1].replace("_", "")):
+    number = -1.0 if isinstance(text, str) else float(text)
+    if isinstance(text, str) and (found := re.fullmatch(_NUMBER + r"([a-zA-Z]?)", text)) is not None:
+        number = float(found[1].replace("_", "")) * _COUNTS.get(found[2].upper(), -1.0)
+    if not 0 < number < inf:
         raise ValueError(f"{name}={text!r} is no number above 0; write for example {name}=300B, 2M or 1536")
-    return float(found[1].replace("_", "")) * _COUNTS[found[2].upper()]
+    return number
+
+
+def cost(name: str, value: float) -> float:
+    """Of a device per hour.
+
+    >>> cost("price", 2)
+    2.0
+    """
+    if not 0 <= value < inf:
+        raise ValueError(f"{name}={value!r} is no cost; write a number of at least 0, for example {name}=2")
+    return float(value)
 
 
 def whole(name: str, text: str | int, least: int = 1) -> int:

@@ -1,4 +1,4 @@
-"""Ranking: of every method the best few options, exactly.
+"""Ranking: of every method, and of what has no pipeline, the best few options, exactly.
 
 Candidates are simulated in the order of the fewest days that they can take, until no other can be better. So a rank is
 exact, though few are simulated.

@@ -18,7 +18,7 @@ from pipeback.planner.hardware import Cluster, Device, devices
 from pipeback.planner.loss import Loss
 from pipeback.planner.models import Model
 from pipeback.planner.precisions import precision
-from pipeback.planner.quantities import count, days
+from pipeback.planner.quantities import cost, count, days
 from pipeback.planner.ranking import ranked
 from pipeback.planner.refusals import MOST, NothingFits, nothing_fits
 from pipeback.planner.techniques import Technique, names, technique
@@ -78,8 +78,8 @@ def question(
     """A question about a model; arguments as those of `search`."""
     model = Model.named(model) if isinstance(model, str) else model
     wanted = TOKENS * model.parameters if tokens is None else count("tokens", tokens)
-    some = tuple(_techniques(methods, optimizer))
-    return Question(model, wanted, some, optimizer, numbers, target or Loss(), fixed or Fixed(), using, price)
+    some, paid = tuple(_techniques(methods, optimizer)), cost("price", price)
+    return Question(model, wanted, some, optimizer, numbers, target or Loss(), fixed or Fixed(), using, paid)
 
 
 def search(

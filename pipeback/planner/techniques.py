@@ -6,7 +6,7 @@ They are entries of the catalogue, so that methods of other packages can be adde
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from pipeback.planner import catalogue
@@ -93,6 +93,11 @@ def technique(name: str) -> Technique:
         entry.get("copies", 1), float(entry.get("state", 0)), tuple(entry.get("needs", ())),
         tuple(DelayPrice(**known) for known in entry.get("slow", ())),
     )  # fmt: skip
+
+
+def without_pipeline() -> Technique:
+    """What trains where there is no pipeline, whatever the methods: one micro-batch after the other, then an update."""
+    return replace(technique("sgd"), order="one_f_one_b")
 
 
 def assumed() -> DelayPrice:

@@ -98,7 +98,7 @@ def asked(typed: Words) -> tuple[Question, Cluster]:
     fixed = Fixed(
         stages=typed.numbers("stages"), replicas=typed.numbers("replicas"), tensor=typed.numbers("tensor"),
         micro_batch=typed.numbers("micro_batch"), stores=typed.texts("store") or ("device",),
-        recompute=typed.texts("recompute"), batch=int(count("batch", values.get("batch", 0))),
+        recompute=typed.texts("recompute"), batch=int(count("batch", values["batch"])) if "batch" in values else 0,
     )  # fmt: skip
     critical = count("critical_batch", values.get("critical_batch", CRITICAL))
     asking = question(
@@ -106,7 +106,7 @@ def asked(typed: Words) -> tuple[Question, Cluster]:
         optimizer=values.get("optimizer", "adamw"), numbers=values.get("precision", "mixed"),
         target=loss(critical, values.get("calibrate")), fixed=fixed,
         using=constants(values["constants"]) if "constants" in values else None,
-        price=count("price", values.get("price", 0)),
+        price=count("price", values["price"]) if "price" in values else 0.0,
     )  # fmt: skip
     return asking, devices(where, link=values.get("link"), host=values.get("host"))
 

@@ -148,7 +148,7 @@ def last_checkpoint(out: Path) -> Path | None:
     return None
 
 
-Compose = Callable[[str, Mapping[str, Any], int], tuple[dict[str, Any], str]]  # -> configuration, and as YAML
+Compose = Callable[..., tuple[dict[str, Any], str]]  # (label, options, seed[, folder]) -> configuration, and as YAML
 
 
 def planned(options: Mapping[str, Sequence[dict[str, Any]]], seeds: Sequence[int], compose: Compose) -> list[Job]:
@@ -163,5 +163,7 @@ def planned(options: Mapping[str, Sequence[dict[str, Any]]], seeds: Sequence[int
             continue
         values, text = compose(label, varied, seed)
         out, done = placed(Path(values["out"]), text)
-        found.append(Job(label, varied, seed, out, done, {**values, "out": str(out)}))
+        if str(out) != values["out"]:  # loggers and callbacks write there, too
+            values, _ = compose(label, varied, seed, out)
+        found.append(Job(label, varied, seed, out, done, values))
     return found

@@ -62,7 +62,7 @@ def _reference_rates(found: Results) -> dict[tuple[tuple[str, str], ...], str]:
     """The best rate of the reference, by the other options."""
     return {
         tuple(setting.options.items()): tried.rate
-        for setting in settings(found) for tried in setting.tried if tried.method == reference_of(found)
+        for setting in settings(found) for tried in setting.tried if tried.method == reference_of(found) and tried.rated
     }  # fmt: skip
 
 

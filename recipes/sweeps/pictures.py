@@ -73,9 +73,7 @@ def _losses(ax: Axes, setting: Setting, colours: Colours, over_time: bool = Fals
             ax.fill_between(places, list(map(min, values)), list(map(max, values)), color=colour, alpha=0.12, lw=0)
         seen.append(means)
     if not seen:
-        told = f"No finished run has {POINTS[0]} updates,\nwith which a curve begins."
-        ax.text(0.5, 0.5, told, color=INK, ha="center", va="center", transform=ax.transAxes)
-        ax.set_axis_off()
+        _instead(ax, f"No finished run has {POINTS[0]} updates,\nwith which a curve begins.")
         return
     _losses_up(ax, of_curves(seen, share=False, whole=True))
     if over_time:
@@ -86,6 +84,12 @@ def _losses(ax: Axes, setting: Setting, colours: Colours, over_time: bool = Fals
         ax.set(xlabel="updates", ylabel="training loss")
         plain_numbers(ax)
     ax.grid(True, axis="y")
+
+
+def _instead(ax: Axes, told: str) -> None:
+    """Say why there is no panel."""
+    ax.text(0.5, 0.5, told, color=INK, ha="center", va="center", transform=ax.transAxes)
+    ax.set_axis_off()
 
 
 def _losses_up(ax: Axes, scale: Scale | None) -> None:
@@ -142,6 +146,9 @@ def _rates(ax: Axes, setting: Setting, colours: Colours) -> None:
         ax.plot([float(tried.rate)], [best], "o", mfc="none", mec=colour, ms=9, mew=1.4)
         seen.append([loss for _, loss in kept])
         places |= {rate for rate, _ in kept}
+    if not seen:
+        _instead(ax, "No finished run has logged\na training loss.")
+        return
     _losses_up(ax, of_curves(seen, share=False, whole=True))
     ax.set_xscale("log")
     ax.set_xticks(sorted(places), [f"{rate:g}" for rate in sorted(places)], rotation=45, ha="right")

@@ -1,7 +1,8 @@
 """Summary: what came of a sweep: every method at its best rate, in a table for each choice of the other options.
 
 The best rate is that at which the mean training loss over the seeds ends lowest, among the rates with the most seeds;
-a run that diverged ends at infinity. The methods are in the order of their slow-downs.
+a run that diverged, or has logged no loss, ends at infinity, and a method all of whose runs do has none. The methods
+are in the order of their slow-downs.
 """
 
 from __future__ import annotations
@@ -27,13 +28,18 @@ class Tried(NamedTuple):
     @property
     def rate(self) -> str:
         """The best rate."""
-        return min(self.rates, key=lambda rate: (-len(self.rates[rate]), mean(end(row) for row in self.rates[rate])))
+        return min(self.rates, key=lambda rate: (-_telling(self.rates[rate]), mean(map(end, self.rates[rate]))))
+
+    @property
+    def rated(self) -> bool:
+        """Whether any run has a training loss that speaks for a rate."""
+        return any(math.isfinite(end(row)) for rows in self.rates.values() for row in rows)
 
     @property
     def at_edge(self) -> bool:
         """Whether the best rate is the least or the largest of several."""
         tried = sorted(map(float, filter(None, self.rates)))
-        return len(tried) > 1 and float(self.rate) in (tried[0], tried[-1])
+        return self.rated and len(tried) > 1 and float(self.rate) in (tried[0], tried[-1])
 
     @property
     def best(self) -> list[Row]:
@@ -93,8 +99,13 @@ def _place(tried: Tried) -> tuple[float, float]:
     return tried.slow_down, mean(end(row) for row in tried.best)
 
 
+def _telling(rows: Iterable[Row]) -> int:
+    """How many runs tell something of their rate: they have logged a loss, or diverged."""
+    return sum(row.updates > 0 or row.state != "finished" for row in rows)
+
+
 def end(row: Row) -> float:
-    """The last training loss of a run; infinite if it diverged."""
+    """The last training loss of a run; infinite if it diverged or has logged none."""
     return row.train_loss if row.state == "finished" and math.isfinite(row.train_loss) else math.inf
 
 
@@ -121,16 +132,22 @@ def _sheet(found: Results, setting: Setting, title: str) -> Sheet:
     head += ["seeds", *(["diverged"] if failed else [])]
     rows = []
     for tried in setting.tried:
-        cells = [tried.method, *([tried.rate + " *" * tried.at_edge] if varied else []), _slow(tried.slow_downs)]
+        cells = [tried.method, *([_best_rate(tried)] if varied else []), _slow(tried.slow_downs)]
         cells += [_slow(setting.speed_ups(tried, reference))] if timed else []
         cells.append(_slow(tried.held_out))
-        cells.append(spread([row.train_loss for row in tried.finished], ".3f") if tried.finished else "diverged")
+        logged = [row.train_loss for row in tried.finished if not math.isnan(row.train_loss)]
+        cells.append(spread(logged, ".3f") if tried.finished else "diverged")
         for metric in map(Metric, measures):
             values = [row.measures[metric.column] for row in tried.finished if metric.column in row.measures]
             cells.append(spread(values, metric.form, metric.scale))
         cells.append(str(len(tried.best)))
         rows.append([*cells, *([f"{len(tried.best) - len(tried.finished)}"] if failed else [])])
     return Sheet("results", title, head, rows, [list(head), *map(list, rows)], _notes(found, setting, timed))
+
+
+def _best_rate(tried: Tried) -> str:
+    """0.03 *"""
+    return tried.rate + " *" * tried.at_edge if tried.rated else "–"
 
 
 def _slow(values: Sequence[float]) -> str:
@@ -159,6 +176,11 @@ def _notes(found: Results, setting: Setting, timed: bool) -> str:
     least = min((row.updates for row in found.rows), default=SMOOTHED)
     means = f"of {SMOOTHED} updates at the end" if least >= SMOOTHED else f"of at most {SMOOTHED} updates at the end"
     batches = next((f" In this table, {note}." for note in found.notes if note.startswith(BATCHES)), "")
+    if any(row.state == "finished" and not row.updates for row in found.rows):
+        batches += (
+            " Runs that logged no training loss have no best rate and no slow-down: it is logged every "
+            "trainer.log_every_n_steps batches, and they had fewer; give trainer.log_every_n_steps=1."
+        )
     speeds = (
         f" The pipeline speed-up is the time of {reference} until that loss over that of the method, where every stage "
         f"has a worker and all take the same time; {reference} then runs one stage after the other."

@@ -75,7 +75,8 @@ class _Run(NamedTuple):
 
     @property
     def end(self) -> float:
-        return self.curve.end if self.state == "finished" else math.inf
+        """The last training loss; infinite if it diverged or has logged none."""
+        return self.curve.end if self.state == "finished" and math.isfinite(self.curve.end) else math.inf
 
 
 def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
@@ -196,6 +197,8 @@ def _reference(runs: Sequence[_Run], seed: int) -> _Run | None:
     """The run with this seed, at the rate at which the mean loss over the seeds ends lowest."""
     ends: dict[str, list[float]] = {}
     for run in runs:
+        if run.state == "finished" and not run.curve.updates:
+            continue  # no loss was logged
         ends.setdefault(str(run.options.get(RATE)), []).append(run.end)
     if not ends:
         return None
@@ -232,7 +235,7 @@ def save(file: Path, found: Results) -> None:
 
 def _told(found: Results) -> list[str]:
     seeds = sorted({row.seed for row in found.rows})
-    updates = max((row.updates for row in found.rows), default=0)
+    updates = max((row.updates for row in found.rows), default=0) or "none logged"
     told = [f"{seeds[0]} to {seeds[-1]}" if len(seeds) > 1 else str(seeds[0])] if seeds else ["none"]
     return [
         f"experiment: {found.experiment}, runs: {len(found.rows)}, seeds: {told[0]}, updates: {updates}",

@@ -19,7 +19,7 @@ from pipeback.planner.constants import NUMBERS, constants
 from pipeback.planner.estimates import estimate
 from pipeback.planner.hardware import device
 from pipeback.planner.options import Option
-from pipeback.planner.quantities import count, duration, speed
+from pipeback.planner.quantities import cost, count, duration, speed
 from pipeback.planner.refusals import NothingFits
 from pipeback.planner.routines import read, routine
 from pipeback.planner.search import question, within
@@ -95,6 +95,11 @@ ROWS = {
         lambda: count("tokens", "many"),
         "is no number above 0; write for example tokens=300B, 2M or 1536",
         lambda: (count("tokens", "300B"), count("tokens", "2M"), count("tokens", "1536")),
+    ),
+    "cost": Row(
+        lambda: cost("price", -2),
+        "price=-2 is no cost; write a number of at least 0, for example price=2",
+        lambda: (cost("price", 0), cost("price", 2)),
     ),
     "duration": Row(
         lambda: duration("in", "soon"),

@@ -262,6 +262,25 @@ def test_the_command_draws_flushes_of_as_many_micro_batches_as_are_asked_for(nam
     assert f" {idle:.0%} ".replace("%", " %") == (told[0] if told else " 0 % ")
 
 
+def test_a_flush_that_is_too_small_is_said_before_anything_is_drawn(capsys, tmp_path):
+    given = ["method=gpipe,pipedream_2bw", "stages=8", "micro_batches=12", "flush=6", f"out={tmp_path / 'a.png'}"]
+    with pytest.raises(ValueError, match="pipedream_2bw: flush=6 is too few for 8 stages; add flush=8$"):
+        command.show(command.parsed(given))
+    assert not capsys.readouterr().out
+    command.show(command.parsed([*given, "flush=8"]))
+    assert (tmp_path / "a.png").is_file()
+    with pytest.raises(ValueError, match="micro_batches=3 is too few for 8 stages"):  # which is not flush='s
+        command.show(command.parsed(["method=pipedream_2bw:micro_batches=3", "stages=8"]))
+
+
+def test_a_picture_ends_where_the_run_does():
+    whole, beyond = (draw.compare({"GPipe": fill_drain(4)}, 3, 4, until=until) for until in (None, 300))
+    (ax,), (other,) = whole.axes, beyond.axes
+    assert ax.get_xlim() == other.get_xlim() and ax.get_title("left") == other.get_title("left")
+    assert whole.get_size_inches().tolist() == beyond.get_size_inches().tolist()
+    assert draw.compare({"GPipe": fill_drain(4)}, 3, 4, until=5).axes[0].get_xlim()[1] < ax.get_xlim()[1]
+
+
 def test_methods_that_do_not_flush_are_drawn_as_they_are():
     assert command.build("pb", 8).schedule == pipeback.methods.create("pb").schedule
     assert command.build("pipemare", 8).micro_batches == 1

@@ -2,7 +2,7 @@
 
 import json
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 
 import pytest
 
@@ -64,6 +64,17 @@ def test_few_of_a_thousand_devices_options_are_simulated(monkeypatch):
     assert len(simulated) < len(tried) / 20
 
 
+def test_every_method_is_ranked_in_whatever_order_they_are_named():
+    """What has no pipeline is no method's, takes no method's place, and has no delay."""
+    names = ("pipedream_2bw", "one_f_one_b", "zb_h1")
+    tables = [{row[1:] for row in search("gpt:1.3b", "16xA100", methods=some).rows()} for some in permutations(names)]
+    assert all(rows == tables[0] for rows in tables)
+    assert {row[0] for row in tables[0]} == {*names, "sharded", "data parallel"}
+    alone = search("gpt:1.3b", "16xA100", methods="pipedream_2bw")
+    assert {one.title for one in alone} == {"pipedream_2bw", "sharded", "data parallel"}
+    assert all(one.option.delay == (one.title == "pipedream_2bw") for one in alone)
+
+
 def test_what_is_fixed_is_kept(found):
     fixed = Fixed(stages=(4,), tensor=(2,), replicas=(8,), micro_batch=(2,), batch=128, recompute=("full",))
     for one in search("gpt:13b", "64xA100", fixed=fixed, methods="one_f_one_b,zb_h1"):
@@ -97,6 +108,8 @@ def test_the_price_of_delays_is_published_assumed_or_given():
     assert plain.delay(technique("cerebras"), 20, "sgd", samples=1).known == "published"
     assert plain.delay(technique("cerebras"), 20, "sgd", samples=64).known == "assumed"
     assert plain.delay(technique("gpipe"), 32, "adamw") == (1.0, 0.0, "no delay", "")
+    given = Loss(slow={"PipeDream2BW": 0.1}).delay(technique("pipedream_2bw"), 4, "sgd")
+    assert given.kappa == 0.1 and given.known == "given"  # whatever its case, as in methods=
     assert Loss(slow={"pb": 0.1}, calibrated="mine.json").delay(technique("pb"), 4, "sgd").source == "mine.json"
 
 
@@ -176,6 +189,10 @@ def test_how_many_devices_for_so_many_days():
     ("gpt:13b", "8xA100", dict(optimizer="adamx"), "there is no optimizer 'adamx'; did you mean 'adam'?"),
     ("gpt:13b", "8xA100", dict(numbers="double"), "there is no precision 'double'"),
     ("gpt:13b", "8xA100", dict(tokens="many"), "tokens='many' is no number above 0"),
+    ("gpt:13b", "8xA100", dict(tokens=-1), "tokens=-1 is no number above 0; write for example tokens=300B"),
+    ("gpt:13b", "8xA100", dict(tokens=float("nan")), "tokens=nan is no number above 0"),
+    ("gpt:13b", "8xA100", dict(tokens=float("inf")), "tokens=inf is no number above 0"),
+    ("gpt:13b", "8xA100", dict(price=-2), "price=-2 is no cost; write a number of at least 0, for example price=2"),
     ("gpt:13b", "8xA100", dict(target=Loss), None),
 ])  # fmt: skip
 def test_contradictions_are_named(model, on, more, says):
@@ -184,6 +201,8 @@ def test_contradictions_are_named(model, on, more, says):
             Loss(critical_batch=0)
         with pytest.raises(ValueError, match="slow of pb must be at least 0"):
             Loss(slow={"pb": -1})
+        with pytest.raises(ValueError, match="there is no method 'pbb'; did you mean 'pb'"):
+            Loss(slow={"pbb": 1})
         return
     with pytest.raises(ValueError) as found:
         search(model, on, **more)

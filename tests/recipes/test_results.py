@@ -100,6 +100,25 @@ def test_short_runs_have_no_curves_and_are_told_so():
     assert not first.axison and len(others) == 2 and all(ax.axison for ax in others)
 
 
+def test_without_a_logged_loss_there_is_no_best_rate():
+    """What a run that logs none has is a held-out loss alone; one that diverged is none of these."""
+    none = [one._replace(points={}, updates=0, train_loss=math.nan, slow_down=math.nan) for one in ROWS]
+    (sheet,) = summary.sheets(SWEEP._replace(rows=none))
+    rows = {cells[0]: dict(zip(sheet.head, cells, strict=True)) for cells in sheet.rows}
+    assert {cells["best rate"] for cells in rows.values()} == {"–"}
+    assert rows["sgd"]["training loss"] == "–" and rows["ef"]["training loss"] == "diverged"
+    assert "give trainer.log_every_n_steps=1" in sheet.notes and "* the least" not in sheet.notes
+    told = [[text.get_text() for text in ax.texts] for ax in pictures.draw(SWEEP._replace(rows=none)).axes]
+    assert told[-1] == ["No finished run has logged\na training loss."] and all(told)
+    some = [other if one.options["optimizer.lr"] == "0.1" else one for one, other in zip(ROWS, none, strict=True)]
+    (setting,) = summary.settings(SWEEP._replace(rows=some))
+    assert {tried.method: tried.rate for tried in setting.tried if tried.rated} == {
+        "sgd": "0.2",
+        "pb": "0.2",
+        "msnag": "0.2",
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "stages", "batch"),
     [

@@ -186,6 +186,19 @@ def test_divergence_is_a_line_and_ends_nothing(tmp_path):
     assert all(math.isnan(row.slow_down) for row in found[2:]) and [row.slow_down for row in found[:2]] == [1, 1]
 
 
+def test_runs_that_log_no_loss_are_told_of_before_they_are_done(tmp_path):
+    few = ["methods=[sgd]", "rates=[0.1]", "jobs=1", "out=here", "trainer.log_every_n_steps=50"]
+    done = pipeback("sweep", *TINY, *few, cwd=tmp_path)
+    assert done.returncode == 0 and "log no training loss at trainer.log_every_n_steps=50" in done.stderr
+    (row,) = table.load(tmp_path / "here" / "results.csv").rows
+    assert row.updates == 0 and math.isnan(row.train_loss) and math.isnan(row.slow_down) and row.measures
+    cure = done.stderr.strip().rpartition("give ")[2]
+    done = pipeback("sweep", *TINY, *few[:-1], cure, cwd=tmp_path)
+    assert done.returncode == 0 and not done.stderr
+    assert math.isfinite(table.load(tmp_path / "here" / "results.csv").rows[0].train_loss)
+    assert len(list((tmp_path / "here").glob("*/metrics.csv"))) == 2  # beside the other run, not over it
+
+
 def test_a_failure_is_named_and_the_others_are_written(tmp_path, monkeypatch):
     from pipeback.recipes import work
 
