@@ -27,6 +27,7 @@ from pipeback.schedules.order import Ops, Wave
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
+from pipeback.stages.trained_weights import unshifted
 from pipeback.tensors import accelerators
 from pipeback.tensors.weight_list import Weights, add_scaled, copy, copy_all, set_aside
 
@@ -103,6 +104,8 @@ class ResidentWeights:
                 chosen = self.method.forward_weights(team.weights, team.state, when)
                 if chosen is team.weights:
                     continue
+                if still := team.frozen:
+                    chosen = unshifted(chosen, team.weights, still)
                 if isinstance(chosen, Past):
                     if chosen.version != team.first.version:
                         older = team.first.past(chosen.version)
@@ -155,6 +158,8 @@ class ResidentWeights:
                     if chosen.version != stage.version:
                         held.append(_exchange([(stage, stage.past(chosen.version))]))
                 elif chosen is not team.weights:
+                    if still := team.frozen:
+                        chosen = unshifted(chosen, team.weights, still)
                     held.append(_place(team, chosen, stash=self._stash))
         self._round(held)
         return held, versions
