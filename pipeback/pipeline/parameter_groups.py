@@ -69,7 +69,7 @@ def _name(stage: Stage, number: int) -> str:
 
 def _check_number(stage: Stage, number: int, group: Group, key: str, old: Any) -> None:
     """Raise ValueError if an option of this group was a number and is none any more."""
-    if isinstance(old, _NUMBERS) and type(old) is not bool and not isinstance(group.get(key), _NUMBERS):
+    if isinstance(old, _NUMBERS) and not isinstance(old, bool) and not isinstance(group.get(key), _NUMBERS):
         what = f"is {group[key]!r}" if key in group else "is missing"
         value = old.item() if isinstance(old, Tensor) else old
         raise ValueError(

@@ -81,11 +81,7 @@ class Saving:
         """Do what `Pipeline.load_state_dict` does."""
         engine = self._engine
         with engine.lock, recording():
-            store = engine.holding.store
-            if store is not None and store.closed:
-                raise RuntimeError(
-                    "the store was closed with the pipeline; build a new Pipeline, which goes on from it"
-                )
+            engine.release.check()
             engine.holding.showing.check("load_state_dict")
             plain = pipeline_state.fits(
                 state_dict, engine.stages, engine.method, engine.optimizers,

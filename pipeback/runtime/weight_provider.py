@@ -104,8 +104,6 @@ class ResidentWeights:
                 chosen = self.method.forward_weights(team.weights, team.state, when)
                 if chosen is team.weights:
                     continue
-                if still := team.frozen:
-                    chosen = unshifted(chosen, team.weights, still)
                 if isinstance(chosen, Past):
                     if chosen.version != team.first.version:
                         older = team.first.past(chosen.version)
@@ -158,8 +156,6 @@ class ResidentWeights:
                     if chosen.version != stage.version:
                         held.append(_exchange([(stage, stage.past(chosen.version))]))
                 elif chosen is not team.weights:
-                    if still := team.frozen:
-                        chosen = unshifted(chosen, team.weights, still)
                     held.append(_place(team, chosen, stash=self._stash))
         self._round(held)
         return held, versions
@@ -242,6 +238,8 @@ def _exchange(older: Sequence[tuple[Stage, Weights]], version: int | None = None
 def _place(team: StageGroup, chosen: Weights | Shift, *, stash: bool) -> Held:
     """Put shifted weights into the live storage."""
     weights = team.weights
+    if still := team.frozen:
+        chosen = unshifted(chosen, weights, still)
     if stash:
         buffer = [w.detach().clone() for w in weights]
     else:

@@ -11,7 +11,7 @@ from operator import attrgetter
 
 from torch import Tensor
 
-from pipeback.methods.base import Past, Shift, Weights
+from pipeback.methods.base import Shift, Weights
 from pipeback.stages.stage import Stage
 
 _needs = attrgetter("requires_grad")
@@ -42,10 +42,8 @@ def note_frozen(stages: Iterable[Stage]) -> None:
             stage.learn(frozen=now)
 
 
-def unshifted(chosen: Weights | Shift | Past, weights: Weights, still: Collection[int]) -> Weights | Shift | Past:
+def unshifted(chosen: Weights | Shift, weights: Weights, still: Collection[int]) -> Weights | Shift:
     """The weights that a method has chosen, but `weights` for those of the numbers `still`, which are frozen."""
-    if isinstance(chosen, Past):
-        return chosen
     if isinstance(chosen, Shift):
         directions = [None if n in still else x for n, x in enumerate(chosen.directions)]
         return Shift(chosen.weights, chosen.coefficients, directions)
