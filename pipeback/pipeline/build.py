@@ -242,6 +242,12 @@ class StoreUse:
         self._store = store
         self._end = None if store is None else weakref.finalize(owner, store.close)
 
+    def check(self) -> None:
+        """Raise RuntimeError if it has ended, and what is in the store cannot be read any more."""
+        over = self._end is not None and not self._end.alive
+        if isinstance(self._store, DiskStore) and (over or self._store.closed):
+            raise RuntimeError("the store was closed with the pipeline; build a new Pipeline, which goes on from it")
+
     def __call__(self) -> None:
         if self._store is not None and self._end is not None and self._end.alive:
             self._store.close()  # if it fails, it may be tried again

@@ -25,7 +25,7 @@ from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.micro_batches import MicroBatcher
 from pipeback.pipeline.model_check import ModelCheck
 from pipeback.pipeline.observers import Observers
-from pipeback.pipeline.option_checks import check_groups
+from pipeback.pipeline.parameter_groups import check_groups
 from pipeback.pipeline.progress import Progress
 from pipeback.pipeline.push_autocast import PushAutocast
 from pipeback.pipeline.rehearsals import Rehearsals, Relay
@@ -155,12 +155,12 @@ class Engine:
         self._intact.check(lambda: self.runtime is None or self.do(self.runtime.wait))
         if self._followers.due:
             self._followers.follow(self.join, self.wait)
+        if not self.current.current(self.optimizers):
+            check_groups(self.stages, self.method, self.current)
+            self.current = Options(self.optimizers, self.arrived)
         self.rehearse(batches)
         self.like(expected or len(batches) // len(self.holding.everywhere), batches[0][2])
         self._afford(*self.pushed)
-        if not self.current.current(self.optimizers):
-            check_groups(self.stages)
-            self.current = Options(self.optimizers, self.arrived)
         assert self.runtime is not None
         return self.runtime
 

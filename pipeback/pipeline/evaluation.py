@@ -106,6 +106,7 @@ class Evaluation:
         """As `Pipeline.shown`."""
         engine = self._engine
         with engine.lock:
+            engine.release.check()
             if engine.error is None:
                 engine.wait()
             for loop in engine.loops if engine.error is not None else ():

@@ -227,4 +227,4 @@ class KeptTraining:
 
 
 def _same(some: Options, others: Options) -> bool:
-    return some is others or some.groups == others.groups
+    return some is others or (some.same_weights(others.groups) and some.groups == others.groups)

@@ -75,14 +75,6 @@ def _known(optimizer: torch.optim.Optimizer) -> str:
     return next(kind.__name__ for kind in kinds if isinstance(optimizer, kind))
 
 
-def check_groups(stages: Sequence[Stage]) -> None:
-    """Raise ValueError if parameters were added to the optimizer of a stage."""
-    for stage in stages:
-        found = {id(p) for group in stage.optimizer.param_groups for p in group["params"]}
-        if stage.weights and found != {id(w) for w in stage.weights}:
-            raise ValueError(f"{stage.label}: parameters were added to its optimizer; build a new Pipeline")
-
-
 def check_whole_weights(method: Method, sparse: bool, shards: bool) -> None:
     """Raise ValueError if a method needs whole weights, but a stage holds only some of their entries.
 

@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from pipeback.distributed.held_stages import HeldStages
+from pipeback.methods.base import overrides
 from pipeback.pipeline.slices import unlike
 from pipeback.runtime.loop import Batch
 from pipeback.runtime.runners import Runner
@@ -18,7 +19,7 @@ from pipeback.stages.flight import Value, keep_settings
 from pipeback.stages.module_settings import Mirror, Settings
 from pipeback.stages.rehearsal import rehearse, rehearse_form, rehearse_shape
 from pipeback.stages.stage import Stage
-from pipeback.stages.trained_weights import Trained
+from pipeback.stages.trained_weights import Trained, note_frozen
 from pipeback.tensors import accelerators
 
 Form = tuple[Any, ...]
@@ -48,7 +49,8 @@ class Rehearsals:
         self._modes = Settings([], "modes")  # of all modules
         self._settings: list[tuple[Stage, Settings]] = []  # of each stage
         self._joined = Settings.joined(())  # the same, for one pass before every push
-        self._trained = Trained(())  # weights of stages that run as one
+        self._trained = Trained(())  # weights of stages that run as one, or of all where a method may shift them
+        self._shifts = any(overrides(holding.method, hook) for hook in ("forward_weights", "backward_weights"))
         every = [[m for stage in stages for m in stage.module.modules()] for stages in holding.everywhere]
         self._mirror = Mirror(every) if len(every) > 1 else None  # the user sets those of the first replica
 
@@ -126,7 +128,9 @@ class Rehearsals:
 
     def _look_at_weights(self, every: Sequence[Stage]) -> None:
         # all ranks look at all weights, so that all know when some are frozen
-        some = [stage for stage in every if stage.stack is not None or self._holding.ranks.several]
+        every_one = self._holding.ranks.several or self._shifts
+        some = [stage for stage in every if stage.stack is not None or every_one]
+        note_frozen(some)
         self._trained = Trained(p for stage in some for p in stage.params)
 
     def look(self) -> None:

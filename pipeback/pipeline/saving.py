@@ -90,11 +90,7 @@ class Saving:
     def _load(self, state_dict: dict[str, Any]) -> None:
         engine = self._engine
         with engine.lock, recording():
-            store = engine.holding.store
-            if store is not None and store.closed:
-                raise RuntimeError(
-                    "the store was closed with the pipeline; build a new Pipeline, which goes on from it"
-                )
+            engine.release.check()
             engine.holding.showing.check("load_state_dict")
             plain = pipeline_state.fits(
                 state_dict, engine.stages, engine.method, engine.optimizers,

@@ -27,6 +27,7 @@ from pipeback.schedules.order import Ops, Wave
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.stage import Stage
 from pipeback.stages.team import StageGroup
+from pipeback.stages.trained_weights import unshifted
 from pipeback.tensors import accelerators
 from pipeback.tensors.weight_list import Weights, add_scaled, copy, copy_all, set_aside
 
@@ -237,6 +238,8 @@ def _exchange(older: Sequence[tuple[Stage, Weights]], version: int | None = None
 def _place(team: StageGroup, chosen: Weights | Shift, *, stash: bool) -> Held:
     """Put shifted weights into the live storage."""
     weights = team.weights
+    if still := team.frozen:
+        chosen = unshifted(chosen, weights, still)
     if stash:
         buffer = [w.detach().clone() for w in weights]
     else:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from inspect import unwrap
+from itertools import chain
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -37,7 +38,7 @@ _FOREACH = {getattr(torch.optim, name) for name in ("SGD", "Adam", "AdamW", "RMS
 
 
 class Options:
-    """The options of every stage's parameter groups at one moment.
+    """The options of every stage's parameter groups at one moment, and the weights that they held.
 
     since: the number of micro-batches that had arrived at that moment. It is the same on every worker, so that a saved
     state identifies options by it.
@@ -49,6 +50,8 @@ class Options:
         self.since = since
         self._told = all(map(separable, optimizers))
         self.groups = groups or [[{k: _value(v) for k, v in g.items()} for g in opt.param_groups] for opt in optimizers]
+        params = [group["params"] for groups in self.groups for group in groups]
+        self._sizes, self._weights = list(map(len, params)), list(chain.from_iterable(params))
 
     @cached_property
     def mark(self) -> int:
@@ -63,10 +66,15 @@ class Options:
 
     def current(self, optimizers: Sequence[torch.optim.Optimizer]) -> bool:
         """Whether the optimizers still have these options, apart from counters of their own steps."""
-        return all(
+        return self.same_weights([opt.param_groups for opt in optimizers]) and all(
             opt.param_groups == groups or (opt in counted_by and _same(counted_by[opt], opt.param_groups, groups))
             for opt, groups in zip(optimizers, self.groups, strict=True)
         )
+
+    def same_weights(self, groups: list[list[Group]]) -> bool:
+        """Whether groups hold the same weights as these, in the same order."""
+        params = [group["params"] for some in groups for group in some]
+        return list(map(len, params)) == self._sizes and all(map(is_, chain.from_iterable(params), self._weights))
 
 
 def _same(counted: OptimizerCounters, mine: list[Group], others: list[Group]) -> bool:
@@ -75,9 +83,16 @@ def _same(counted: OptimizerCounters, mine: list[Group], others: list[Group]) ->
 
 def groups_of(stage: Any, options: Options) -> list[Group | None]:
     """Return the options of every weight of a stage (or a replica of it); None for weights that are not stepped."""
-    pairs = zip(stage.optimizer.param_groups, options.groups[stage.index], strict=True)
-    places = {id(w): mine for group, mine in pairs for w in group["params"]}
+    places = {id(w): mine for params, mine in _members(stage, options) for w in params}
     return [places.get(id(w)) for w in stage.weights]
+
+
+def _members(stage: Any, options: Options) -> list[tuple[list[Tensor], Group]]:
+    """The weights of each group of a stage, as they were then, and its options. Of a replica, the present ones."""
+    known = options.groups[stage.index]
+    first = next((w for group in known for w in group["params"]), None)
+    groups = known if any(w is first for w in stage.weights) else stage.optimizer.param_groups
+    return [(group["params"], mine) for group, mine in zip(groups, known, strict=True)]
 
 
 def rates_of(stage: Any, options: Options) -> list[float]:
@@ -102,7 +117,7 @@ def restored(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
 
 
 def _value(value: Any) -> Any:
-    return value.clone() if isinstance(value, Tensor) else value
+    return value.clone() if isinstance(value, Tensor) else list(value) if type(value) is list else value
 
 
 def replaced_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -246,9 +261,9 @@ class JointOptimizer:
 
     def _groups(self, options: Sequence[Options]) -> list[Group]:
         pairs = [
-            ({k: v for k, v in mine.items() if k != "params"}, group["params"])
+            ({k: v for k, v in mine.items() if k != "params"}, params)
             for stage, chosen in zip(self._stages, options, strict=True)
-            for group, mine in zip(stage.optimizer.param_groups, chosen.groups[stage.index], strict=True)
+            for params, mine in _members(stage, chosen)
             if stage.weights
         ]
         if self._own:  # groups of its own, as many as it has

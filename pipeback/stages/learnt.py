@@ -29,4 +29,5 @@ class Learnt(NamedTuple):
     settings: Settings | None = None  # modes and numbers of the modules, as the last push found them
     repeat_bytes: int = 0  # what a forward done once more holds beyond that, until its backward is done
     reach: tuple[Reach, ...] = ()  # how far the gradient of each of its outputs goes, if there are several
+    frozen: tuple[int, ...] = ()  # the numbers of the weights that the user has frozen, as the last push found them
     casts: accelerators.Autocast = ()  # what its forwards enter by themselves (`own_autocast`)

@@ -19,7 +19,7 @@ from pipeback.stages.joint_optimizer import JointOptimizer, Options, rates_of, s
 from pipeback.stages.stage import Stage
 from pipeback.tensors.weight_list import GRADIENTS, Weights, chosen, joined
 
-_LAYOUT = attrgetter("layout")
+_LAYOUT, _FROZEN = attrgetter("layout"), attrgetter("learnt.frozen")
 
 
 class StageGroup:
@@ -71,6 +71,17 @@ class StageGroup:
         """The weights that the coming update is handed, of all stages."""
         each = [stage.versions.handed(stage.version, stage.weights) for stage in self.stages]
         return each[0] if len(each) == 1 else [w for some in each for w in some]
+
+    @property
+    def frozen(self) -> list[int]:
+        """The numbers of its weights that the user has frozen."""
+        if not any(map(_FROZEN, self.stages)):
+            return []
+        found, at = [], 0
+        for s in self.stages:
+            found += [at + n for n in s.learnt.frozen]
+            at += len(s.weights)
+        return found
 
     @property
     def scratch(self) -> Weights:

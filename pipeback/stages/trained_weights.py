@@ -1,15 +1,17 @@
 """Trained weights: which weights the user has frozen (`requires_grad_(False)`) since the pipeline was built.
 
-Autograd gives these no gradient from then on, not even those of micro-batches in flight.
+Autograd gives these no gradient from then on, not even those of micro-batches in flight. They make no update either, so
+that a method that predicts weights predicts these as they are.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from operator import attrgetter
 
 from torch import Tensor
 
+from pipeback.methods.base import Shift, Weights
 from pipeback.stages.stage import Stage
 
 _needs = attrgetter("requires_grad")
@@ -30,3 +32,19 @@ class Trained:
 def frozen(stages: Sequence[Stage]) -> list[tuple[int, int]]:
     """The weights of these stages that are frozen now: which stage of the sequence, and which of its weights."""
     return [(r, n) for r, stage in enumerate(stages) for n, p in enumerate(stage.params) if not p.requires_grad]
+
+
+def note_frozen(stages: Iterable[Stage]) -> None:
+    """Let these stages know which of their weights are frozen now."""
+    for stage in stages:
+        now = tuple([n for _, n in frozen([stage])])
+        if now != stage.learnt.frozen:
+            stage.learn(frozen=now)
+
+
+def unshifted(chosen: Weights | Shift, weights: Weights, still: Collection[int]) -> Weights | Shift:
+    """The weights that a method has chosen, but `weights` for those of the numbers `still`, which are frozen."""
+    if isinstance(chosen, Shift):
+        directions = [None if n in still else x for n, x in enumerate(chosen.directions)]
+        return Shift(chosen.weights, chosen.coefficients, directions)
+    return [w if n in still else x for n, (w, x) in enumerate(zip(weights, chosen, strict=True))]

@@ -44,6 +44,38 @@ def measured(**options: Any) -> Callable[[], Any]:
     return do
 
 
+def regrouped(how: str, cured: bool) -> Callable[[], Any]:
+    """Parameter groups that are changed between two pushes."""
+
+    def do() -> None:
+        apart = lambda params: torch.optim.Adam([{"params": params[:1]}, {"params": params[1:]}], lr=0.01)  # noqa: E731
+        model = network(4)
+        pipe = build(model, optimizer=apart)
+        pipe.push(BATCH, BATCH)
+        first, second = pipe.optimizers[1].param_groups
+        weight = first["params"].pop()
+        if how == "moved":
+            second["params"].append(weight)
+            together = lambda params: torch.optim.Adam([{"params": params[:0]}, {"params": params}], lr=0.01)  # noqa: E731
+            pipe = build(model, optimizer=together) if cured else pipe
+        elif cured:
+            weight.requires_grad_(False)
+            model[1][0].weight.requires_grad_(False)
+            pipe = build(model)
+        pipe.push(BATCH, BATCH)
+
+    return do
+
+
+def without_rate(cured: bool) -> None:
+    pipe = build()
+    pipe.push(BATCH, BATCH)
+    pipe.optimizers[1].param_groups[0]["lr"] = None
+    if cured:
+        pipe.optimizers[1].param_groups[0]["lr"] = 0.01
+    pipe.push(BATCH, BATCH)
+
+
 class Casting(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast("cpu", torch.bfloat16):
@@ -274,6 +306,25 @@ ROWS: dict[str, Row] = {
         lambda: build(store=pipeback.HostStore(host_memory=100)),
         'take .*; keep them in files, store="disk:FOLDER", or give host_memory of at least ',
         lambda: trains(store=pipeback.HostStore(host_memory="1 GB")),
+    ),
+    # between pushes
+    "a weight in another group": Row(
+        regrouped("moved", False),
+        r"stage 1 \(1\): the parameter groups of its optimizer are others, 0.weight is in another one, .*; put them "
+        "back, or build a new Pipeline with an optimizer function that makes these groups",
+        regrouped("moved", True),
+    ),
+    "a weight in no group": Row(
+        regrouped("removed", False),
+        "0.weight was taken out of the parameter groups of its optimizer; put it back, or call requires_grad_.False. "
+        "on it and build a new Pipeline",
+        regrouped("removed", True),
+    ),
+    "no rate": Row(
+        lambda: without_rate(False),
+        r"stage 1 \(1\): lr of its optimizer is None, but must be a number; set it again, for example "
+        r'pipe.optimizers\[1\].param_groups\[0\]\["lr"\] = 0.01',
+        lambda: without_rate(True),
     ),
     # calls
     "metrics without names": Row(

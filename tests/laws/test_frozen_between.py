@@ -1,14 +1,20 @@
-"""Law: a weight that is frozen between pushes gets no gradient from then on, also where stages run as one."""
+"""Law: a weight that is frozen between pushes gets no gradient from then on, also where stages run as one; and methods
+that predict weights run on it as it is.
+"""
 
 import pytest
 import torch
 
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import data, network, pipeline, weights
+from tests.laws.cases import CASES, data, network, pipeline, weights
 
 WHICH = [(2, "weight"), (4, "bias")]  # in a stack, and in the stage with the loss
 OPTIONS = [{}, {"workers": 2}, {"replicas": 2}, {"clip_norm": 0.1}]
-METHODS = ["pb", "gpipe", "pipedream", "zb_h1"]
+METHODS = ["pb", "gpipe", "pipedream", "zb_h1", "cerebras", "pipeoptim"]
+SHIFTING = [
+    "cerebras", "lwp", "lwp-weight", "lwp-weight+sc", "spectrain", "spectrain-v2", "pipemare-t2", "pipeoptim",
+    "pipeoptim-xpipe", "msnag", "gap_aware+msnag", "eigendelay", "eigendelay-stash",
+]  # fmt: skip
 
 
 def trained(method, which, first, **options):
@@ -50,3 +56,42 @@ def test_a_weight_that_is_frozen_for_some_pushes(method, options, which, first):
     torch.testing.assert_close(as_one, losses, rtol=0, atol=1e-12)
     torch.testing.assert_close(same, found, rtol=0, atol=1e-12)
     assert which != WHICH[0] or "weight of stage 2 is frozen" in told
+
+
+@pytest.mark.parametrize("drains", [False, True])
+@pytest.mark.parametrize(
+    ("case", "options"),
+    [*((case, {}) for case in SHIFTING), ("cerebras", {"workers": 2}), ("spectrain", {"workers": 2})],
+    ids=str,
+)
+def test_a_frozen_weight_is_not_shifted(case, options, drains):
+    """Where the weight is frozen with micro-batches in flight, B of these may still run on what their F has used."""
+    model, seen = network(5, dtype=torch.float64), {"F": [], "B": []}
+    layer = model[1][0]
+
+    def note(kind):
+        seen[kind].append(layer.weight.detach().clone())
+
+    def forward(module, args, output):
+        note("F")
+        if output.requires_grad:
+            output.register_hook(lambda g: note("B"))
+
+    layer.register_forward_hook(forward)
+    pipe = pipeline(model, CASES[case](5), **options)
+    batches = data(40, samples=4, dtype=torch.float64)
+    for x, y in batches[:12]:
+        pipe.push(x, y)
+    pipe.wait()
+    if drains:
+        pipe.drain()
+    before = layer.weight.detach().clone()
+    layer.weight.requires_grad_(False)
+    seen["F"].clear()
+    for x, y in batches[12:]:
+        pipe.push(x, y)
+    pipe.wait()
+    assert len(seen["F"]) >= 12
+    for used in (*seen["F"], *seen["B"][-8:]):
+        assert torch.equal(used, before)
+    pipe.close()

@@ -218,8 +218,24 @@ def test_a_closed_disk_store_is_not_opened_again(tmp_path):
     pushed(pipe)
     state = pipe.state_dict()
     pipe.close()
-    with pytest.raises(RuntimeError, match="the store was closed with the pipeline; build a new Pipeline"):
-        pipe.load_state_dict(state)
+    for opens in (lambda: pipe.load_state_dict(state), pipe.shown().__enter__, pipe.shown(changes=True).__enter__):
+        with pytest.raises(RuntimeError, match="the store was closed with the pipeline; build a new Pipeline"):
+            opens()
+
+
+def test_a_closed_pipeline_leaves_its_store_to_the_next(tmp_path):
+    store = pipeback.DiskStore(tmp_path)
+    first = streamed(store)
+    pushed(first)
+    state = first.state_dict()
+    first.close()
+    second = streamed(store)
+    pushed(second)
+    for opens in (lambda: first.load_state_dict(state), first.shown().__enter__):
+        with pytest.raises(RuntimeError, match="the store was closed with the pipeline; build a new Pipeline"):
+            opens()
+    pushed(second)
+    second.close()
 
 
 def test_frozen_weights_travel_and_stay(tmp_path, monkeypatch):
