@@ -1,4 +1,4 @@
-"""Hooks on weights are those of every replica: with store or threads, before the pipeline is built and between pushes."""
+"""Hooks on weights are those of every replica, be they registered before the pipeline is built or between pushes."""
 
 import pytest
 import torch
