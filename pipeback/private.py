@@ -13,13 +13,12 @@
 * `casts_anywhere`: whether this thread is inside `torch.autocast` for any type of device, in one call.
 * `parametrized_once`: whether `parametrize.cached` keeps what parametrizations compute.
 * `in_backward`: whether autograd asks for a saved tensor, and not somebody who looks in.
-* `run_backward`: what torch.autograd.backward calls, without its checks in Python of every root; the engine checks
-  them, too.
+* `run_backward`: what torch.autograd.backward calls, without its checks in Python, which the engine makes, too.
 * `keep_versions`: writes in place of which autograd is not told.
 * `wrapper`: a tensor without memory of its own, for a loss that is not there yet.
 * `catch`: a hook on a leaf without a handle to remove it by, which costs as much as a small kernel.
-* `hooks_of`, `hook_tables`, `handles`, `registered`, `listened`, `hooked`, `without_step_hooks`: whether anybody
-  listens to a module, an optimizer, or all of them.
+* `hooks_of`, `hook_tables`, `handles`, `registered`, `listened`, `hooked`, `hooks_on`, `without_step_hooks`,
+  `heard_again`: who listens to a module, an optimizer, a weight, or all of them.
 * `styles_heard`: what `parallelize_module` does to each module. `is_distributed`: whether it has cut a weight.
 * `fused_adam`, `fused_sgd`: torch's kernels for one step of Adam or momentum SGD over lists of weights.
 * `uncompiled`: the module inside of one that torch.compile has made, or one whose own `compile` was called.
@@ -97,18 +96,9 @@ for _name in ("add", "add_", "addcmul_", "copy_", "div", "mul_", "neg", "neg_", 
         raise Moved(f"torch._foreach_{_name}")
 
 __all__ = [
-    "FakeTensor",
-    "FakeTensorMode",
-    "TorchDispatchMode",
-    "dispatch_modes",
-    "function_modes",
-    "pop_function_mode",
-    "push_function_mode",
-    "pytree",
-    "run_backward",
-    "unset_fake_temporarily",
-    "wrapper",
-]
+    "FakeTensor", "FakeTensorMode", "TorchDispatchMode", "dispatch_modes", "function_modes", "pop_function_mode",
+    "push_function_mode", "pytree", "run_backward", "unset_fake_temporarily", "wrapper",
+]  # fmt: skip
 
 
 def functions_unheard() -> Any:
@@ -136,9 +126,6 @@ def maps_heard(hear: Callable[..., Any]) -> Iterator[None]:
         yield
 
 
-Raw = Any  # torch._C._autograd.SavedTensor
-
-
 def identity(of: Tensor | torch.UntypedStorage) -> int:
     """The same number for all that lies in one storage, as long as that lives."""
     storage = of.untyped_storage() if isinstance(of, Tensor) else of
@@ -148,6 +135,7 @@ def identity(of: Tensor | torch.UntypedStorage) -> int:
         raise Moved("UntypedStorage._cdata") from error
 
 
+Raw = Any  # torch._C._autograd.SavedTensor
 _saving: WeakKeyDictionary[type, dict[str, list[str]]] = WeakKeyDictionary()
 
 
@@ -229,6 +217,7 @@ def catch(leaf: Tensor, hook: Callable[[Tensor], Any]) -> None:
     leaf._backward_hooks = OrderedDict({0: hook})
 
 
+WEIGHT_HOOKS = ("_backward_hooks", "_post_accumulate_grad_hooks")
 MODULE_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 # hooks on the steps of every optimizer
 _for_all = [getattr(every_optimizer, f"_global_optimizer_{when}_hooks", {}) for when in ("pre", "post")]
@@ -299,6 +288,18 @@ def uncompiled(module: nn.Module) -> nn.Module | None:
 def gradient_hooks(weight: Tensor) -> bool:
     """Whether someone waits for `.grad` of this weight."""
     return bool(getattr(weight, "_post_accumulate_grad_hooks", None))
+
+
+def hooks_on(weight: Tensor) -> tuple[list[Any], list[Any]]:
+    """Who hears of a weight's gradient before it is added to `.grad`, and who after that."""
+    before, after = (getattr(weight, name, None) or {} for name in WEIGHT_HOOKS)
+    return [*before.values()], [*after.values()]
+
+
+def heard_again(weight: Tensor) -> None:
+    """After `swap_tensors`, which leaves a weight its dictionaries of hooks, and autograd without them."""
+    for name in WEIGHT_HOOKS:
+        setattr(weight, name, getattr(weight, name, None))
 
 
 def without_step_hooks(optimizer: Any) -> None:

@@ -11,6 +11,7 @@ from functools import cached_property
 from typing import Any
 
 from pipeback.methods.base import Method
+from pipeback.pipeline.input_gradients import check_unwanted
 from pipeback.pipeline.option_checks import check_tensors, micro_batches, shares
 from pipeback.pipeline.slices import Slices, apart
 from pipeback.runtime.loop import Batch
@@ -41,6 +42,7 @@ class MicroBatcher:
     def batches(self, x: Any, y: Any, size: int | None, wait: Wait) -> Sequence[Batch]:
         """The micro-batches of (x, y), cut along the first dimension: all of one replica before those of the next."""
         x, form = self._opened(x)
+        check_unwanted(x, y)
         found = apart(shares(x, y, size, len(self._everywhere)), self._staying)
         if isinstance(found, Slices) and (self._program is None or form is None):
             return found  # which are cut when they are taken

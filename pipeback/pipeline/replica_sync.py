@@ -1,8 +1,8 @@
 """Replica sync: copies of the model, which further replicas in one process train, follow the user's model.
 
-A user who writes into the model's weights, or freezes one, means all replicas (modes and numbers: `settings.Mirror`),
-and so does one who writes into a buffer that no forward changes, clears an optimizer's state or writes into it. Over
-processes each rank has a model and optimizers of its own, to which the user does the same.
+A user who writes into the model's weights, freezes one, or puts a hook on it, means all replicas (modes and numbers:
+`settings.Mirror`), and so does one who writes into a buffer that no forward changes, clears an optimizer's state or
+writes into it. Over processes each rank has a model and optimizers of its own, to which the user does the same.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeback.pipeline.weight_hooks import WeightHooks
 from pipeback.stages.stage import Stage
 from pipeback.tensors.copies import equal
 
@@ -30,11 +31,12 @@ class ReplicaSync:
         first, *others = [_modules(stages) for stages in there]
         self._modules: list[tuple[nn.Module, ...]] = list(zip(first, *others, strict=True)) if others else []
         self._weights = [p for modules in self._modules for p in modules[0]._parameters.values() if p is not None]
-        every = zip(*map(_modules, everywhere), strict=True)
+        every = list(zip(*map(_modules, everywhere), strict=True))
         self._buffers = [
             (own._buffers, twin._buffers, key) for own, *twins in every for twin in twins for key in own._buffers
         ]
         self._stood: list[_Stands] = []  # these buffers when they were remembered
+        self._hooks = WeightHooks(every)
         self._states = _OptimizerStates(there if others else [])
         self.remember()
         self._begun = False
@@ -42,6 +44,8 @@ class ReplicaSync:
     @property
     def due(self) -> bool:
         """Whether the user seems to have written something since `remember`."""
+        if self._hooks.due:
+            return True
         if not (self._modules or self._buffers):
             return False
         if not self._begun or list(map(_writes, self._weights)) != self._written or self._states.due:
@@ -86,6 +90,7 @@ class ReplicaSync:
                     if not self._begun or _Stands(own.get(key)) != stood:
                         _put_buffer(own, twin, key)
                 self._states.copy()
+            self._hooks.copy()
             self.remember()  # for whom `go_on` calls
         self.work()
         go_on()

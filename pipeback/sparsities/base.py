@@ -31,6 +31,7 @@ from pipeback.sparsities.masks import anywhere, largest, survivors
 
 # their weights may have several dimensions; those of other norms have one
 DENSE = (nn.Embedding, nn.EmbeddingBag, nn.LayerNorm, nn.RMSNorm)
+FACTORS = ("weight_g", "weight_v")  # of torch.nn.utils.weight_norm
 
 
 class At(NamedTuple):
@@ -78,14 +79,18 @@ class Sparsity:
         return {}
 
     def chooses(self, module: nn.Module, name: str, parameter: Tensor) -> bool:
-        """Whether a parameter is sparsified: of two dimensions or more, no bias, norm or embedding, not excluded.
+        """Whether a parameter is sparsified: of two dimensions or more, no bias, norm or embedding, not excluded, and
+        none that another weight is computed from: weight normalisation divides by the norm of a row, which may be 0.
 
         module: the one that owns the parameter. name: the parameter's name in the model, such as "4.conv.weight".
         """
         dense = parameter.ndim < 2 or not parameter.numel() or not parameter.is_floating_point()
         if dense or isinstance(module, DENSE):
             return False
-        if name.rpartition(".")[2].startswith("bias"):  # MultiheadAttention's bias_k has three dimensions
+        own = name.rpartition(".")[2]
+        if own.startswith("bias") or own in FACTORS:  # MultiheadAttention's bias_k has three dimensions
+            return False
+        if isinstance(module, nn.utils.parametrize.ParametrizationList):
             return False
         return not any(fnmatchcase(name, pattern) for pattern in self.exclude)
 

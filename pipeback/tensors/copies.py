@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Sequence
+from collections.abc import Container, Mapping, Sequence
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
-from pipeback.private import identity
+from pipeback.private import hooks_on, identity
 from pipeback.tensors.layout import LINE, form_of
 
 
@@ -50,6 +52,20 @@ def deep(module: nn.Module) -> nn.Module:
     odd = [b for b in module.buffers() if b.layout is not torch.strided]
     odd += [t for m in module.modules() for t in vars(m).values() if isinstance(t, Tensor) and t.grad_fn is not None]
     return copy.deepcopy(module, {id(t): t.detach().clone() for t in odd})
+
+
+def copy_weight_hooks(weight: Tensor, other: Tensor, known: Mapping[int, Any]) -> list[RemovableHandle]:
+    """Register the hooks of a weight on its copy, in their order.
+
+    known: copies of modules, by the identity of these: a hook that is a method of one becomes that of its copy.
+    """
+    found: list[RemovableHandle] = []
+    ways: list[Any] = [other.register_hook, other.register_post_accumulate_grad_hook]
+    for hooks, register in zip(hooks_on(weight), ways, strict=True):
+        for hook in hooks:
+            own = known.get(id(getattr(hook, "__self__", None)))
+            found.append(register(hook if own is None else MethodType(hook.__func__, own)))
+    return found
 
 
 def lies_in(tensor: Tensor, known: Container[int]) -> bool:

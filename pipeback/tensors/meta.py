@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeback.private import heard_again
+
 
 def absent(module: nn.Module) -> bool:
     """Whether a module has weights or buffers, and these are on the meta device."""
@@ -34,6 +36,7 @@ def move(tensors: Iterable[Tensor], device: torch.device | str) -> None:
         if isinstance(tensor, nn.Parameter):
             other = nn.Parameter(other, tensor.requires_grad)
         torch.utils.swap_tensors(tensor, other)
+        heard_again(tensor)
 
 
 @contextmanager

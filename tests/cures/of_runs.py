@@ -370,6 +370,10 @@ ROWS: dict[str, Row] = {
         lambda: budget("20 kB"), r"alone takes .* give device_memory of at least 32.5 KiB \(33280\)",
         lambda: budget(33280 * 4),
     ),
+    "an input with a gradient": Row(
+        lambda: build().push(nn.Linear(6, 6)(BATCH), BATCH), r"none goes back to x.*x\.detach\(\)",
+        lambda: build().push(nn.Linear(6, 6)(BATCH).detach(), BATCH),
+    ),
     # pictures
     "a window outside of a run": Row(
         lambda: recorded(4, 99), r"does not lie in a run of 8; write for example window\(2, 4\)",

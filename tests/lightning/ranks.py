@@ -139,6 +139,19 @@ def differences(found, wanted):
     return odd + [key for key in ("metrics", "step") if found[key] != wanted[key]]
 
 
+def _halve(p):
+    p.grad.mul_(0.5)
+
+
+def hooked():
+    """With hooks on weights."""
+    module = Regression(drawing())
+    for p in module.model[1].parameters():
+        p.register_hook(lambda g: g * 0.5)
+    module.model[0][0].weight.register_post_accumulate_grad_hook(_halve)
+    return module
+
+
 def deep():
     """Stages that are alike, in float64."""
     return Regression(as_one.model(), scheduler=cycle)

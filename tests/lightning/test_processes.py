@@ -27,6 +27,7 @@ CASES = {
     "pb": (2, dict(method="pb", **MOMENTUM)),
     "pb, everything random": (2, dict(method="pb", module=ranks.Whole, data=partial(ranks.shuffled, samples=8))),
     "pb, dropout set": (2, dict(method="pb", module=ranks.Whole, callbacks=[ranks.Dropout()])),
+    "pb, hooks on weights": (2, dict(method="pb", module=ranks.hooked)),
     "pipedream, clipped": (2, dict(method="pipedream", gradient_clip_val=0.1, **MOMENTUM)),
     "cerebras, slices": (
         3, dict(method="cerebras", given={"micro_batch_size": 2}, data=partial(loader, samples=5),

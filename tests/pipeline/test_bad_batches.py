@@ -71,3 +71,25 @@ def test_a_bad_value_leaves_the_state_before_it_or_closes_what_a_state_reopens(o
             pipe.push(X, Y)
         pipe.load_state_dict(state)
     assert trained_on(pipe, other)
+
+
+@pytest.mark.parametrize("options", RUNTIMES, ids=str)
+@pytest.mark.parametrize("name", ["x", "y"])
+def test_a_tensor_that_requires_a_gradient_is_refused_before_anything_is_let_in(name, options):
+    pipe, other = build(options), build(options)
+    front = nn.Linear(6, 6)
+    batch = (front(X), Y) if name == "x" else (X, front(X)[:, :3].softmax(1))
+    with pytest.raises(ValueError, match=rf"tensor of {name} requires a gradient.* give {name}\.detach\(\)"):
+        pipe.push(*batch)
+    assert trained_on(pipe, other)
+
+
+def test_an_input_of_forward_that_requires_a_gradient_is_refused():
+    pipe = pipeback.Pipeline(
+        [nn.Linear(6, 6), nn.Linear(6, 3)], loss=None, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), method="pb"
+    )
+    x = nn.Linear(6, 6)(X)
+    with pytest.raises(ValueError, match=r"tensor of x requires a gradient.* give x\.detach\(\)"):
+        pipe.forward(x)
+    pipe.backward(torch.ones_like(pipe.forward(x.detach())))  # the cure
+    pipe.step()

@@ -102,6 +102,7 @@ except ValueError as error:
 # -- which tensors, and how dense --------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_what_is_sparsified():
     model = nn.ModuleDict(
         {
@@ -113,6 +114,9 @@ def test_what_is_sparsified():
             "attention": nn.MultiheadAttention(8, 2, add_bias_kv=True),
             "rnn": nn.LSTM(8, 8),
             "head": nn.Linear(8, 9),
+            # their norms divide, and one of a row without survivors is 0
+            "normed": nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)),
+            "once normed": nn.utils.weight_norm(nn.Linear(8, 8)),
         }
     )
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -47,6 +48,8 @@ class ModuleShell:
                 self.copy, stages = self.step.apart(known), []
         except Exception as error:
             raise ValueError(f"{self.shown} cannot be copied, as several devices need it: {error}") from error
+        for p in filter(attrgetter("requires_grad"), found.module.parameters()):
+            copies.copy_weight_hooks(p, known[id(p)], known)
         with meta.unreferenced(self.copy):
             pass
         self.split: Split | None = None  # of the copy; None: it is to be traced
