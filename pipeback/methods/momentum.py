@@ -97,6 +97,7 @@ def lay_velocities(optimizer: torch.optim.Optimizer, weights: WeightList) -> Non
     buffers = [optimizer.state.get(w, {}).get("momentum_buffer") for w in weights]
     if weights.strip is None or not all(map(_buffers, buffers, weights)):
         return
+    weights.strip.bring_back(VELOCITIES, weights.first, len(weights))
     for w, v, place in zip(weights, buffers, weights.room(VELOCITIES), strict=True):
         if v is not place:
             optimizer.state[w]["momentum_buffer"] = place.copy_(v)

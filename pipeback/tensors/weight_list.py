@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pipeback.tensors.flat_buffer import FlatBuffer, places
+from pipeback.private import identity
+from pipeback.tensors.flat_buffer import FlatBuffer, dense, places
 
 # the names of the rooms of a strip
 WEIGHTS, SCRATCH, VELOCITIES, GRADIENTS, DECAYED = "weights", "scratch", "velocities", "gradients", "decayed"
@@ -271,6 +272,18 @@ class Arena:
         """Return the same as one vector, with the gaps."""
         whole = self._flat(name).memory.view(self.likes[0].dtype)
         return whole[self._cuts[first] : self._cuts[first + count]]
+
+    def bring_back(self, name: str, first: int, count: int) -> None:
+        """Lay those tensors of a room where they were that were given other memory (`v.data = ...`), with its values."""
+        flat = self._flat(name)
+        strip = identity(flat.memory.untyped_storage())
+        for n in range(first, first + count):
+            place, like = flat.views[n], self.likes[n]
+            if identity(place.untyped_storage()) != strip and place.shape == like.shape:
+                values, begin = place.data, self._cuts[n]
+                whole = flat.memory.view(like.dtype)[begin : begin + like.numel()]
+                place.data = whole.as_strided(like.shape, dense(like))
+                place.data.copy_(values)
 
     @property
     def beside(self) -> int:

@@ -31,6 +31,11 @@ def second_zeroed(optimizer):
     list(optimizer.state.values())[1]["momentum_buffer"].zero_()
 
 
+def elsewhere(optimizer):
+    for entry in optimizer.state.values():
+        entry["momentum_buffer"].data = torch.zeros_like(entry["momentum_buffer"])
+
+
 def trained(method, change, at=12, count=15, **options):
     pipe = pipeline(network(dtype=torch.float64), method, **options)
     for n, (x, y) in enumerate(data(count, dtype=torch.float64)):
@@ -49,6 +54,7 @@ def test_as_if_it_were_zeroed_in_place(method, options):
     zero = trained(method, zeroed, **options)
     assert torch.equal(trained(method, cleared, **options), zero)
     assert torch.equal(trained(method, loaded, **options), zero)
+    assert torch.equal(trained(method, elsewhere, **options), zero)
     assert torch.equal(trained(method, second, **options), trained(method, second_zeroed, **options))
     assert not torch.equal(trained(method, lambda optimizer: None, **options), zero)
 
