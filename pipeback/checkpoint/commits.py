@@ -26,7 +26,8 @@ from pipeback.streaming.store import Store
 class Commits:
     """Decides when a version of a disk store is due.
 
-    It is due at each flush of methods that flush, and else every `DiskStore.commit_every` micro-batches.
+    It is due at each flush of methods that flush, and else every `DiskStore.commit_every` micro-batches, and when all
+    are drained.
     """
 
     def __init__(self, method: Method, store: Store | None) -> None:
@@ -35,12 +36,12 @@ class Commits:
         self._made: float = 0  # micro-batches that had arrived at the last commit
         self._began = 0  # micro-batches that had arrived when the schedule last began anew
 
-    def due(self, arrived: int) -> bool:
+    def due(self, arrived: int, *, drained: bool = False) -> bool:
         """Whether a version is due once `arrived` micro-batches have come; all ranks and threads agree on it."""
         if self._store is None:
             return False
-        flushed = (arrived - self._began) % self._flush == 0
-        return disk_store.due(self._method, self._store.commit_every, arrived - self._made, flushed)
+        flushed = drained or (arrived - self._began) % self._flush == 0
+        return disk_store.due(self._method, self._store.commit_every, arrived - self._made, flushed, drained=drained)
 
     def made(self, arrived: int) -> None:
         """Note that a version was made with all micro-batches that had arrived."""

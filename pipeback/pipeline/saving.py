@@ -167,7 +167,8 @@ class Saving:
         """Note that the pipeline is empty, so that the next push fills it anew."""
         self._commits.restart(self._engine.arrived)
         self._ahead.restart()
-        self.commit_if_due()
+        if self._commits.due(self._engine.arrived, drained=True):
+            self.commit()
 
     def resume(self) -> None:
         """Resume from the version in the store's folder, if it holds one."""

@@ -49,7 +49,8 @@ class DiskStore(Store):
                   training resumes from it; over processes on as many ranks, each of which has a subfolder
     prefetch      stages fetched ahead of the one at work; at most prefetch + 1 stages have their weights on the device
     fused         use torch's fused CPU optimizers, which are faster and differ from the default ones in the last bits
-    commit_every  micro-batches between commits of a method that never flushes; one that flushes commits at each flush
+    commit_every  micro-batches between commits, whether a method flushes or not; None: at each flush or `drain()`, and
+                  every 256 micro-batches of a method that never flushes
     device_memory, host_memory  budgets in bytes, or as "1.5 GB": see `Store`
 
     Raises StoreError if the folder is in use, cannot be written, is damaged, or has another format.
@@ -266,10 +267,12 @@ class DiskStore(Store):
             pages.commit()
 
 
-def due(method: Method, commit_every: int | None, arrived: float, flushed: bool) -> bool:
-    """Whether to commit. arrived: micro-batches since the last commit. flushed: no micro-batch is in flight."""
+def due(method: Method, commit_every: int | None, arrived: float, flushed: bool, *, drained: bool = False) -> bool:
+    """Whether to commit. arrived: micro-batches since the last commit. flushed: no micro-batch is in flight. drained:
+    because the user has asked for it.
+    """
     flushes = (method.flush_each_push or flush(method.schedule) > 1) and not any(method.delays(2))
-    if commit_every is None and flushes:
+    if commit_every is None and (flushes or drained):
         return flushed and arrived > 0
     return arrived >= (commit_every or SELDOM)
 

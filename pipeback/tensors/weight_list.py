@@ -274,7 +274,7 @@ class Arena:
         return whole[self._cuts[first] : self._cuts[first + count]]
 
     def bring_back(self, name: str, first: int, count: int) -> None:
-        """Lay those tensors of a room where they were that were given other memory (`v.data = ...`), with its values."""
+        """Lay tensors of a room that were given other memory (`v.data = ...`) where they were, with its values."""
         flat = self._flat(name)
         strip = identity(flat.memory.untyped_storage())
         for n in range(first, first + count):

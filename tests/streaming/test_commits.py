@@ -1,10 +1,14 @@
-"""Once a state is loaded, the folder of a disk store goes on from it, and not from the training it has replaced."""
+"""When a disk store commits: once all is drained; and once a state is loaded, since its folder goes on from that, and
+not from the training it has replaced.
+"""
 
 import pytest
+import torch
 
 from pipeback import checkpoint
 from pipeback.streaming.disk_store import DiskStore
 from tests.helpers.store_runs import batch, build, digest, train
+from tests.laws.cases import data, everything, network, pipeline
 
 
 @pytest.mark.parametrize("method", ["gpipe", "pb"])
@@ -65,3 +69,23 @@ def test_a_folder_without_a_version_stays_without(tmp_path):
 def train_on(pipe, numbers):
     for n in numbers:
         pipe.push(*batch(n))
+
+
+@pytest.mark.parametrize("every", [None, 5])
+def test_what_was_drained_is_committed(every, tmp_path):
+    """Unless the user has said how often, also by a method that never flushes."""
+
+    def begun():
+        return pipeline(network(), "pb", store=DiskStore(tmp_path, commit_every=every))
+
+    pipe = begun()
+    for x, y in data(12):
+        pipe.push(x, y)
+    assert sorted(tmp_path.glob("version-*.json")) == [] or every == 5
+    pipe.drain()
+    found = everything(pipe)
+    pipe.close()
+    again = begun()
+    assert again.arrived == (12 if every is None else 10)
+    assert torch.equal(everything(again), found) == (every is None)
+    again.close()
