@@ -37,7 +37,7 @@ demo: setup
 	$(BIN)/pipeback compare experiment=digits 'methods=[sgd,pb,sc,lwp,cerebras,pipedream,spectrain,pipemare,gpipe]'
 
 test: setup
-	$(BIN)/python -m pytest -q -n $(WORKERS) --dist worksteal $(TESTS)
+	$(BIN)/python -m pytest -q -n $(WORKERS) $(TESTS)
 
 soak: setup
 	$(BIN)/python -m tests.soak $(SOAK)

@@ -9,12 +9,11 @@ from torch import Tensor
 from pipeback.tensors.structures import parts
 
 
-def check_unwanted(x: Any, y: Any) -> None:
-    """Raise ValueError if a tensor of x or y requires a gradient."""
-    for name, value in (("x", x), ("y", y)):
-        inside = (value,) if isinstance(value, Tensor) else parts(value)
-        if any(isinstance(part, Tensor) and part.requires_grad for part in inside):
-            raise ValueError(
-                f"a tensor of {name} requires a gradient, but none goes back to {name}: whatever has computed it would "
-                f"not train; give {name}.detach(), or make what has computed it a part of the model"
-            )
+def check_unwanted(x: Any) -> None:
+    """Raise ValueError if a tensor of x requires a gradient."""
+    inside = (x,) if isinstance(x, Tensor) else parts(x)
+    if any(isinstance(part, Tensor) and part.requires_grad for part in inside):
+        raise ValueError(
+            "a tensor of x requires a gradient, but none goes back to x: whatever has computed it would not train; "
+            "give x.detach(), or make what has computed it a part of the model"
+        )

@@ -42,7 +42,7 @@ class MicroBatcher:
     def batches(self, x: Any, y: Any, size: int | None, wait: Wait) -> Sequence[Batch]:
         """The micro-batches of (x, y), cut along the first dimension: all of one replica before those of the next."""
         x, form = self._opened(x)
-        check_unwanted(x, y)
+        check_unwanted(x)
         found = apart(shares(x, y, size, len(self._everywhere)), self._staying)
         if isinstance(found, Slices) and (self._program is None or form is None):
             return found  # which are cut when they are taken

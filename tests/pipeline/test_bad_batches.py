@@ -74,13 +74,10 @@ def test_a_bad_value_leaves_the_state_before_it_or_closes_what_a_state_reopens(o
 
 
 @pytest.mark.parametrize("options", RUNTIMES, ids=str)
-@pytest.mark.parametrize("name", ["x", "y"])
-def test_a_tensor_that_requires_a_gradient_is_refused_before_anything_is_let_in(name, options):
+def test_an_input_that_requires_a_gradient_is_refused_before_anything_is_let_in(options):
     pipe, other = build(options), build(options)
-    front = nn.Linear(6, 6)
-    batch = (front(X), Y) if name == "x" else (X, front(X)[:, :3].softmax(1))
-    with pytest.raises(ValueError, match=rf"tensor of {name} requires a gradient.* give {name}\.detach\(\)"):
-        pipe.push(*batch)
+    with pytest.raises(ValueError, match=r"tensor of x requires a gradient.* give x\.detach\(\)"):
+        pipe.push(nn.Linear(6, 6)(X), Y)
     assert trained_on(pipe, other)
 
 

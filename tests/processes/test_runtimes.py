@@ -23,7 +23,7 @@ def odd_cases(crew, model, cases, **options):
     for case in cases:
         if not placeable(case, crew.size):
             continue
-        wanted = train(model, case, **{k: v for k, v in options.items() if k != "workers"})
+        wanted = train(model, case, **{k: v for k, v in options.items() if k not in ("workers", "store")})
         for rank, result in enumerate(crew.run(train, model, case, **options)):
             if odd := differences(result, wanted):
                 found[f"{case}, rank {rank}"] = odd

@@ -39,13 +39,8 @@ SEARCHED: dict[str, Revert] = {
         ),
         call="zero_grad",
     ),
-    "a replaced weight is looked for at one weight a push": revert(
-        "pipeline/model_check",
-        (
-            "            n = places.changed()\n            if n is None",
-            "            n = None\n            if n is None",
-        ),
-        call="replace",
+    "a weight that was replaced is not looked for": revert(
+        "pipeline/model_check", ("        n = self._entries.changed()\n", "        n = None\n"), call="replace"
     ),
     "hooks on stages that run as one": revert(
         "pipeline/model_check",
@@ -270,7 +265,7 @@ SEARCHED: dict[str, Revert] = {
     ),
     "a store without its version begins anew": revert(
         "checkpoint/commits",
-        ("elif any(committed for _, (committed, _) in everywhere):", "elif False:"),
+        ("elif any(committed for _, (committed, _), _ in everywhere):", "elif False:"),
         runtime={"store": "disk"},
         call="reopen",
     ),
