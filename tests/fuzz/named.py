@@ -49,7 +49,7 @@ NAMED: list[Named] = [
         ("a user's own backward() destroys sums of gradients", _SUMS, SEARCH,
          "a backward of the user's comes into sums of 2BW"),
         ("a replaced parameter is not noticed where a push has two micro-batches",
-         "a replaced weight is looked for at one weight a push", SEARCH),
+         "a weight that was replaced is not looked for", SEARCH),
         ("one of two ranks calls drain() alone", "a worker does not tell when it was drained",
          "one of two ranks drains alone"),
         ("rates changed on one rank", "a worker does not tell its rates", "one of two ranks has another rate"),
