@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from pipeback.private import hooks_on
 from pipeback.stages.joint_optimizer import separable
 from pipeback.stages.stage import Stage
 from pipeback.tensor_parallel import experts, layers
@@ -85,6 +86,7 @@ class Spread:
         )
         for name, p in there.items():
             shard = nn.Parameter(cuts[name].shard(p.detach(), self.group.index, self.group.count), p.requires_grad)
+            vars(shard).update(vars(p))  # what the user has noted on it
             module._parameters[name] = shard
             self.cuts[id(shard)] = cuts[name]
         for name, value in {**values, **new}.items():
@@ -177,6 +179,8 @@ def _check(path: str, module: nn.Module, style: Style, count: int, names: dict[i
         return
     if isinstance(style, Experts):
         experts.check(path, module, count)
+        for name, weight in experts.inside(module).named_parameters():
+            _check_unheard(path, f"experts.{name}", weight)
         return
     if layers.transposed(module) is None:
         raise ValueError(
@@ -193,6 +197,15 @@ def _check(path: str, module: nn.Module, style: Style, count: int, names: dict[i
                 f"plan: {path}.{name} is also {next(n for n in names[id(weight)] if n != f'{path}.{name}')}, and would "
                 "be cut for both; leave it out of the plan"
             )
+        _check_unheard(path, name, weight)
+
+
+def _check_unheard(path: str, name: str, weight: nn.Parameter) -> None:
+    if any(hooks_on(weight)):
+        raise ValueError(
+            f"plan: {path}.{name} has hooks, which would hear of a shard of its gradient only; remove them, or leave "
+            f"{path!r} out of the plan"
+        )
 
 
 def _uneven(path: str, what: str, count: int) -> str:

@@ -45,6 +45,12 @@ def tied() -> nn.Module:
     return model
 
 
+def heard() -> nn.Module:
+    model = perceptron()
+    model[0].up.weight.register_hook(torch.neg)
+    return model
+
+
 def noisy(noise: float) -> nn.Module:
     model = mixtral()
     for module in model.modules():
@@ -97,6 +103,10 @@ PLANS: dict[str, tuple[Callable[[], nn.Module], Any, str, Callable[[], nn.Module
     ),
     "tied": (tied, {"0": "colwise"}, "is also 1.weight, and would be cut for both; leave it out of the plan",
              lambda: nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), {"0": "colwise", "1": "rowwise"}),
+    "hooks": (heard, PERCEPTRON, "0.up.weight has hooks, which would hear of a shard of its gradient only; remove them",
+              perceptron, PERCEPTRON),
+    "hooks of a layer left out": (heard, PERCEPTRON, "or leave '0.up' out of the plan",
+                                  heard, {"1.up": "colwise", "1.down": "rowwise"}),
     "meta": (absent, PERCEPTRON, "shards are cut from values; build the model on the CPU", perceptron, PERCEPTRON),
     "no experts": (perceptron, {"0": "experts"},
                    '"experts" spreads a MixtralSparseMoeBlock of transformers; leave it out',
