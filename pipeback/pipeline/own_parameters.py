@@ -8,7 +8,9 @@ the same values.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -30,43 +32,62 @@ def stepping(
 
 
 class _InTheirPlaces:
-    """Puts tensors in the places of others, wherever an optimizer holds these."""
+    """Puts tensors in the places of others, wherever an optimizer holds these. Groups and states stay the objects that
+    they are, since others may share them; other containers may be the user's, and are replaced.
+    """
 
     def __init__(self, own: Sequence[Tensor], weights: Sequence[Tensor]) -> None:
         self._others = {id(p): w for p, w in zip(own, weights, strict=True)}
-        self._own = {id(p): p for p in own}
-        self._seen: set[int] = set()
+        self._shared: set[int] = set()
+        self._known: dict[int, tuple[Any, Any]] = {}  # by identity: what was met, and what stands for it
 
     def within(self, optimizer: torch.optim.Optimizer) -> None:
         """Exchange them in all that an optimizer holds: its groups, its state, and what it has noted itself."""
-        if self._first(optimizer):
-            held = vars(optimizer)
-            held.update({name: self._value(value) for name, value in [*held.items()]})
-
-    def _first(self, value: Any) -> bool:
-        first = id(value) not in self._seen
-        self._seen.add(id(value))
-        return first
+        if id(optimizer) in self._known:
+            return
+        self._known[id(optimizer)] = optimizer, optimizer
+        groups, state = optimizer.param_groups, optimizer.state
+        kept = [groups, state, *groups, *(group["params"] for group in groups), *state.values()]
+        self._shared |= set(map(id, kept))
+        held = vars(optimizer)
+        held.update({name: self._value(value) for name, value in [*held.items()]})
 
     def _value(self, value: Any) -> Any:
-        """Return what stands for a value; lists, dictionaries and optimizers stay the objects that they are."""
         if isinstance(value, Tensor):
             return self._others.get(id(value), value)
-        if isinstance(value, (tuple, set, frozenset)) and type(value) in (tuple, set, frozenset):
-            return type(value)(map(self._value, value))
         if isinstance(value, torch.optim.Optimizer):
             self.within(value)
-        elif isinstance(value, list) and self._first(value):
-            value[:] = map(self._value, value)
-        elif isinstance(value, dict) and self._first(value):
-            pairs = [(key, self._value(other)) for key, other in value.items()]
-            value.clear()
-            value.update((self._value(key), self._cast(key, other)) for key, other in pairs)
+        elif type(value) in (tuple, set, frozenset):
+            return type(value)(map(self._value, value))
+        elif isinstance(value, (list, dict)):
+            if id(value) not in self._known:
+                self._known[id(value)] = value, value  # it may hold itself
+                found = self._list(value) if isinstance(value, list) else self._dict(value)
+                self._known[id(value)] = value, found
+            return self._known[id(value)][1]
         return value
+
+    def _list(self, value: list[Any]) -> list[Any]:
+        found = list(map(self._value, value))
+        if all(map(is_, found, value)):
+            return value
+        mine = value if id(value) in self._shared else copy.copy(value)
+        mine[:] = found
+        return mine
+
+    def _dict(self, value: dict[Any, Any]) -> dict[Any, Any]:
+        found = [(self._value(key), self._cast(key, self._value(other))) for key, other in value.items()]
+        pairs = zip(found, value.items(), strict=True)
+        if all(key is old and other is before for (key, other), (old, before) in pairs):
+            return value
+        mine = value if id(value) in self._shared else copy.copy(value)
+        mine.clear()
+        mine.update(found)
+        return mine
 
     def _cast(self, p: Any, state: Any) -> Any:
         """The state that an optimizer has made for a parameter, in the type of the weight that it steps instead."""
-        if id(p) in self._own and isinstance(state, dict):
+        if id(p) in self._others and isinstance(state, dict):
             kind = self._others[id(p)].dtype
             like = {k: v for k, v in state.items() if isinstance(v, Tensor) and v.dim() and v.dtype == p.dtype}
             state.update((k, v.to(kind)) for k, v in like.items())

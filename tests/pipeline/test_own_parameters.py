@@ -127,6 +127,23 @@ def test_optimizers_that_hold_parameters_elsewhere(kind, options):
     assert torch.equal(found, wanted) and not torch.equal(found, weights(network()))
 
 
+def test_lists_of_the_users_stay_as_they_are():
+    model = network()
+    noted = list(model.parameters())
+
+    class Notes(Keeps):
+        def __init__(self, params, lr):
+            super().__init__(params, lr)
+            self.noted, self.by_name = noted, {"all": noted}
+
+    pipe = pipeback.Pipeline(model, loss=mse_loss, optimizer=lambda params: Notes(params, 0.1), method="sgd")
+    assert all(p is q for p, q in zip(noted, model.parameters(), strict=True))
+    mine = {id(w) for optimizer in pipe.optimizers for group in optimizer.param_groups for w in group["params"]}
+    for optimizer in pipe.optimizers:
+        assert optimizer.noted is optimizer.by_name["all"]
+        assert any(id(w) in mine for w in optimizer.noted) == bool(next(iter(optimizer.mine)).numel())
+
+
 def test_a_stage_without_weights():
     model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Identity(), nn.Linear(6, 6))
     wanted = plain(copied := copy.deepcopy(model), grouped(copied, "noted on them"), data(6, 4))
