@@ -106,6 +106,11 @@ class HeldStages:
         for stage in self.mine:
             stage.gradients.hide()
 
+    def show_between(self, shows: bool) -> None:
+        """Set whether such a caller is shown the sums of gradients between operations."""
+        for stage in self.mine:
+            stage.gradients.show_between(shows)
+
     def initialise(self, stage: Stage) -> None:
         """Initialise a stage from the meta device; further replicas in this process get the values of the first."""
         first = self.stages[stage.index]

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor
 
@@ -20,9 +19,9 @@ from pipeback.lightning import micro_batches, step_checks
 from pipeback.lightning.captured_step import CapturedStep
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
+from pipeback.lightning.slice_by_slice import differentiate
 from pipeback.lightning.suspended_slices import Slice, SuspendedSlices
 from pipeback.pipeline.pipeline import Pipeline
-from pipeback.private import run_backward
 from pipeback.runtime.runners import Answer
 from pipeback.streaming.store import Store
 
@@ -149,7 +148,7 @@ class StagesAhead:
         loss = step_checks.loss_of(returned)
         losses.append(loss.detach())
         if n + 1 < len(slices.cut):
-            _differentiate(loss)
+            differentiate(loss)
         return returned
 
     def _apart(self, slices: SuspendedSlices, one: Step, expected: int) -> Any:
@@ -172,11 +171,3 @@ class StagesAhead:
             return returned
 
         return self.fit.many(slices.cut, each, slices.log)
-
-
-def _differentiate(loss: Tensor) -> None:
-    """Do `loss.backward()`, for a plain loss without torch's checks in Python, which take as long as a small kernel."""
-    if type(loss) is not Tensor or loss.dim() or not loss.requires_grad:
-        loss.backward()
-        return
-    run_backward((loss,), (torch.ones_like(loss),), False, False, (), allow_unreachable=True, accumulate_grad=True)

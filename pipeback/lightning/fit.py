@@ -12,7 +12,7 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from pipeback.lightning import find_stages, micro_batches, step_checks, user_optimizer
+from pipeback.lightning import find_stages, micro_batches, slice_by_slice, step_checks, user_optimizer
 from pipeback.lightning.ahead import StagesAhead
 from pipeback.lightning.call_override import by_itself
 from pipeback.lightning.find_stages import TrainedModule
@@ -226,15 +226,7 @@ class Fit:
 
     def many(self, cut: list[Slice], one: Callable[[Any], Any], log: micro_batches.Log) -> Any:
         """Run `training_step` on every slice, and B of all but the last; the loss is the mean over the batch."""
-        losses: list[Tensor] = []
-        for n, (batch, samples) in enumerate(cut):
-            log.samples = samples
-            output = one(batch)
-            losses.append(step_checks.loss_of(output).detach())
-            if n + 1 < len(cut):
-                step_checks.loss_of(output).backward()
-                self.backward()
-        return step_checks.passed(output, losses, [samples for _, samples in cut])
+        return slice_by_slice.run(cut, one, self.backward, log, self.pipe)
 
     def _look(self) -> None:
         """Hear that `training_step` calls the model without gradients, and make the updates that are due."""

@@ -11,6 +11,9 @@ import torch
 @contextmanager
 def recording() -> Iterator[None]:
     """A context within which autograd records, as backwards and what is made to be trained with need it."""
+    if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
+        yield
+        return
     with torch.inference_mode(False), torch.enable_grad():
         yield
 

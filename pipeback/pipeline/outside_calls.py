@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 from pipeback.pipeline.lifetime import Lifetime
 from pipeback.pipeline.outside_loss import OutsideLoss
@@ -37,6 +38,13 @@ class OutsideCalls(Lifetime):
         over processes the last rank alone judges, and gets an output.
         """
         return self._outside.forward_many(xs, expected, judge)
+
+    def one_push(self) -> AbstractContextManager[None]:
+        """A context whose micro-batches are those of one push: options of optimizers, weights and hooks are looked at
+        before the first of them, and `.grad` shows no gradients in between. So each takes less time in the event loop;
+        with workers, and where stages run as one, it changes nothing.
+        """
+        return self._outside.one_push()
 
     def runs_ticks(self, xs: Sequence[Value], *, expected: int = 1) -> bool:
         """Prepare for micro-batches like these; return whether some stages run as one, so that `judge` gains speed."""

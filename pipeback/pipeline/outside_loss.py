@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -17,7 +18,7 @@ from pipeback.pipeline.grad_modes import recording
 from pipeback.pipeline.unused_outputs import UnusedOutputs
 from pipeback.runtime.gone_ahead import Ahead
 from pipeback.runtime.outside_ticks import OutsideTicks
-from pipeback.runtime.runners import Answer, PushLoop, Runner, Threads, Ticks
+from pipeback.runtime.runners import Answer, EventLoop, PushLoop, Runner, Threads, Ticks
 from pipeback.stages.flight import Value, cut
 
 
@@ -29,6 +30,8 @@ class OutsideLoss:
         self._unused = UnusedOutputs()
         self._newest: Any = None  # the output of the newest micro-batch, where stages run in ticks
         self._forms: list[Any] = []  # those of the outputs whose gradients are waited for
+        self._one_push = False  # whether the next micro-batches are those of one push
+        self._checked: EventLoop | None = None  # what was checked and started for the first of these
 
     def runs_ticks(self, xs: Sequence[Value], expected: int) -> bool:
         """As `Pipeline.runs_ticks`."""
@@ -41,6 +44,24 @@ class OutsideLoss:
         """As `Pipeline.runs_ahead`."""
         runtime = self._engine.runtime
         return runtime is not None and _ticks(runtime) is not None and any(self._engine.method.delays(2))
+
+    @contextmanager
+    def one_push(self) -> Iterator[None]:
+        """As `Pipeline.one_push`."""
+        engine = self._engine
+        if not isinstance(engine.runtime, EventLoop):  # others work while the caller does
+            yield
+            return
+        engine.holding.hide()
+        engine.holding.show_between(False)
+        self._one_push = True
+        try:
+            yield
+        finally:
+            if self._checked is not None and self._checked is engine.runtime:
+                self._checked.loop.watch(True)
+            self._one_push, self._checked = False, None
+            engine.holding.show_between(True)
 
     def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | None = None) -> list[Value]:
         """As `Pipeline.forward_many`."""
@@ -62,6 +83,9 @@ class OutsideLoss:
             engine.modes.pushed()
             outputs: list[Value] = engine.do(partial(runtime.forward, engine.arrived, xs, engine.current, expected))
             self._did(runtime)
+            if self._one_push and self._checked is None and isinstance(runtime, EventLoop):
+                runtime.loop.watch(False)
+                self._checked = runtime
             self._forms = [form_of(output) for output in outputs]
             self._forward(len(xs), "drain")
             engine.holding.hide()  # from who clears them before the backward
@@ -73,9 +97,10 @@ class OutsideLoss:
         if (ticks := _ticks(runtime)) is not None:
             return [self._in_ticks(ticks, inputs, expected, judge)]
         elsewhere = isinstance(runtime, RankRunner) and not runtime.last  # the loss is another rank's
-        for n, x in enumerate(xs[:-1]):
-            (output,) = self.forward_many([x], expected)
-            self.backward([None if elsewhere else judge(n, output)], forget=not self._engine.ranks.several)
+        with self.one_push():
+            for n, x in enumerate(xs[:-1]):
+                (output,) = self.forward_many([x], expected)
+                self.backward([None if elsewhere else judge(n, output)], forget=not self._engine.ranks.several)
         return self.forward_many(xs[-1:], expected)
 
     def _in_ticks(self, ticks: Ticks, xs: Sequence[Value], expected: int, judge: Answer) -> Value:
@@ -198,7 +223,13 @@ class OutsideLoss:
         engine = self._engine
         with telling(engine.ranks):
             batches = [batch for x in xs for batch in engine.batches(x, None)]
-            return engine.ready(batches, expected), [x for x, _, _ in batches]
+            if self._checked is not None and self._checked is engine.runtime:
+                engine.open()
+                engine.rehearse(batches)
+            else:
+                engine.ready(batches, expected)
+            assert engine.runtime is not None
+            return engine.runtime, [x for x, _, _ in batches]
 
     def _one_by_one(self) -> None:
         self._engine.open()

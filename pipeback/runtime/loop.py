@@ -57,7 +57,7 @@ class Loop:
         self.fresh = True  # whether the next micro-batch begins the schedule anew
         self.awaited = True  # whether somebody has waited for what was pushed last
         self.pushed = 1  # the micro-batches of the push that began the schedule
-        self._rested = True  # whether no operation is running elsewhere
+        self._rested = self._watches = True  # whether no operation is running elsewhere; see `watch`
         self._waves: Iterator[Wave] = iter(())  # the operations that may still run, from the updates that are due on
 
     def push(self, batches: Sequence[Batch], options: Options) -> None:
@@ -300,7 +300,7 @@ class Loop:
 
     def _look(self) -> None:
         """Take over what the user has written into weights and optimizers; no other thread may work meanwhile."""
-        if self._rested or self.worker.residence.joins:
+        if self._watches and (self._rested or self.worker.residence.joins):
             for changes in self.worker.outside:
                 changes.look()
         self.worker.look()
@@ -310,8 +310,13 @@ class Loop:
         """Bound the gradients of later updates."""
         self.worker.clip_norm, self.worker.clip_value = norm, value
 
+    def watch(self, watches: bool) -> None:
+        """Set whether operations look for what the user has written into weights and optimizers before them."""
+        self._watches = watches
+        self._remember()
+
     def _remember(self) -> None:
-        if self._rested or self.worker.residence.joins:
+        if self._watches and (self._rested or self.worker.residence.joins):
             for changes in self.worker.outside:
                 changes.remember()
 
