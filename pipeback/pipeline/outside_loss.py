@@ -18,7 +18,7 @@ from pipeback.pipeline.grad_modes import recording
 from pipeback.pipeline.unused_outputs import UnusedOutputs
 from pipeback.runtime.gone_ahead import Ahead
 from pipeback.runtime.outside_ticks import OutsideTicks
-from pipeback.runtime.runners import Answer, EventLoop, PushLoop, Runner, Threads, Ticks
+from pipeback.runtime.runners import Answer, PushLoop, Runner, Threads, Ticks
 from pipeback.stages.flight import Value, cut
 
 
@@ -31,7 +31,7 @@ class OutsideLoss:
         self._newest: Any = None  # the output of the newest micro-batch, where stages run in ticks
         self._forms: list[Any] = []  # those of the outputs whose gradients are waited for
         self._one_push = False  # whether the next micro-batches are those of one push
-        self._checked: EventLoop | None = None  # what was checked and started for the first of these
+        self._checked: PushLoop | None = None  # what was checked and started for the first of these
 
     def runs_ticks(self, xs: Sequence[Value], expected: int) -> bool:
         """As `Pipeline.runs_ticks`."""
@@ -49,7 +49,7 @@ class OutsideLoss:
     def one_push(self) -> Iterator[None]:
         """As `Pipeline.one_push`."""
         engine = self._engine
-        if not isinstance(engine.runtime, EventLoop):  # others work while the caller does
+        if not isinstance(engine.runtime, PushLoop):  # others work while the caller does
             yield
             return
         engine.holding.hide()
@@ -83,7 +83,7 @@ class OutsideLoss:
             engine.modes.pushed()
             outputs: list[Value] = engine.do(partial(runtime.forward, engine.arrived, xs, engine.current, expected))
             self._did(runtime)
-            if self._one_push and self._checked is None and isinstance(runtime, EventLoop):
+            if self._one_push and self._checked is None and isinstance(runtime, PushLoop):
                 runtime.loop.watch(False)
                 self._checked = runtime
             self._forms = [form_of(output) for output in outputs]

@@ -26,9 +26,10 @@ def test_it_changes_nothing(case):
     assert torch.equal(everything(plain), everything(other))
 
 
-def test_workers_do_the_same():
+@pytest.mark.parametrize("given", [{"workers": 2}, {"vectorize": True}])
+def test_workers_and_stages_as_one_do_the_same(given):
     batches = data(10)
-    plain, other = outside("cerebras"), outside("cerebras", workers=2)
+    plain, other = outside("cerebras", **given), outside("cerebras", **given)
     expected = train(plain, batches)
     with other.one_push():
         losses = train(other, batches)
