@@ -30,6 +30,29 @@ class Scaled(nn.Module):
         return self.by * self.linear(x)
 
 
+class Reading(nn.Module):
+    """Reads something from its input."""
+
+    def __init__(self, factor):
+        super().__init__()
+        self.linear, self.factor = nn.Linear(6, 6), factor
+
+    def forward(self, x):
+        return self.linear(x) + 0.0 * self.factor(x)
+
+
+class Old(torch.autograd.Function):
+    """As functions were written before torch could batch them."""
+
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        return gradient
+
+
 @pytest.mark.parametrize(
     ("build", "reason"),
     [
@@ -37,8 +60,14 @@ class Scaled(nn.Module):
         (lambda: model(make=lambda: nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6))), "changes a buffer"),
         (
             lambda: model(make=lambda: nn.Sequential(nn.Linear(6, 6), Branching())),
-            "torch cannot run them as one",
+            "decides by the value of a tensor",
         ),
+        (lambda: model(make=lambda: Reading(lambda x: x.sum().item())), "reads a number out of a tensor"),
+        (lambda: model(make=lambda: Reading(lambda x: x.detach().numpy().mean())), "takes the values of a tensor out"),
+        (lambda: model(make=lambda: Reading(lambda x: x[x > 0].sum())), "shape depends on values"),
+        (lambda: model(make=lambda: Reading(lambda x: x.nonzero().sum())), "shape depends on values"),
+        (lambda: model(make=lambda: Reading(lambda x: x.masked_select(x > 0).sum())), "shape depends on values"),
+        (lambda: model(make=lambda: Reading(Old.apply)), "without `setup_context`"),
         (
             lambda: model(make=lambda: nn.Sequential(nn.Linear(6, 6), Masked())),
             "computes with tensors that are no weights, such as the buffer '1.mask'",
@@ -48,7 +77,19 @@ class Scaled(nn.Module):
             "their forward computes with tensors that are no weights",
         ),
     ],
-    ids=["dropout", "batch statistics", "branches", "a buffer", "a tensor"],
+    ids=[
+        "dropout",
+        "batch statistics",
+        "branches",
+        "a number",
+        "numpy",
+        "a mask",
+        "nonzero",
+        "selected",
+        "a function",
+        "a buffer",
+        "a tensor",
+    ],
 )
 def test_what_does_not_fit_runs_as_it_is(build, reason):
     torch.manual_seed(0)

@@ -123,9 +123,24 @@ def capture(
     return split(found["forward"], found["backward"], len(names), len(ys), gives)._replace(packs=traits.packs)
 
 
+_SHAPE = "their forward makes a tensor whose shape depends on values, as `nonzero` and a boolean mask do"
+_MEANT = {  # what torch says, in words of its own, which ask for a report of a bug, and what it means for a stage
+    "calling .item()": "their forward reads a number out of a tensor, as `.item()`, `float` and `range` do",
+    "data-dependent control flow": "their forward decides by the value of a tensor, as an `if` does",
+    "data pointer": "their forward takes the values of a tensor out of torch, as `.tolist()` and `.numpy()` do",
+    "dynamic shape": _SHAPE,
+    "differently shaped": _SHAPE,
+    "`repeats` tensor": _SHAPE,
+    "setup_context": "their forward calls a torch.autograd.Function without `setup_context`, which torch cannot batch",
+}
+
+
 def _unfit(error: Exception, module: nn.Module) -> Unfit:
     """What torch says, or our words for tensors that the graphs would take as numbers."""
     said = str(error).strip().partition("\n")[0]
+    for words, why in _MEANT.items():
+        if words in said:
+            return Unfit(why)
     if "FakeTensor" not in said:
         return Unfit(f"torch cannot run them as one: {said}")
     names = [name for name, _ in module.named_buffers()]
