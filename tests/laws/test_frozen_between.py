@@ -95,3 +95,27 @@ def test_a_frozen_weight_is_not_shifted(case, options, drains):
     for used in (*seen["F"], *seen["B"][-8:]):
         assert torch.equal(used, before)
     pipe.close()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("method", ["pb", "pipedream", "spectrain", "one_f_one_b-3"])
+def test_weights_frozen_without_waiting(method, reads):
+    """What stages that run as one have left of earlier pushes is done as it would have been in the event loop."""
+
+    def run(**options):
+        model, losses = network(5, dtype=torch.float64), []
+        pipe = pipeline(model, CASES[method](5), **options)
+        for n, (x, y) in enumerate(data(20, samples=4, dtype=torch.float64)):
+            if n % 3 == 2:
+                for s in (1, 4):
+                    model[s].requires_grad_(n % 2 == 1)
+                if reads and losses:
+                    float(losses[-1])
+            losses.append(pipe.push(x, y))
+        model[2][0].bias.requires_grad_(False)
+        pipe.drain()
+        found = weights(pipe), [float(loss) for loss in losses]
+        pipe.close()
+        return found
+
+    torch.testing.assert_close(run(vectorize=True), run(), rtol=0, atol=1e-12)
