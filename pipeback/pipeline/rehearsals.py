@@ -15,6 +15,7 @@ from pipeback.distributed.held_stages import HeldStages
 from pipeback.pipeline.slices import unlike
 from pipeback.runtime.loop import Batch
 from pipeback.runtime.runners import Runner
+from pipeback.stages import split_backward
 from pipeback.stages.flight import Value, keep_settings
 from pipeback.stages.module_settings import Mirror, Settings
 from pipeback.stages.rehearsal import rehearse, rehearse_form, rehearse_shape
@@ -123,6 +124,9 @@ class Rehearsals:
     def _follow_frozen(self) -> None:
         """Let stages whose weights were frozen run one by one, until these are trained again."""
         every = [stage for stages in self._holding.everywhere for stage in stages]
+        with self.as_pushed():  # of a backward in two parts, the second is done as that of a whole one would have been
+            for stage in every:
+                split_backward.finish(stage)
         stacks: dict[int, Any] = {id(stage.stack): stage.stack for stage in every if stage.stack is not None}
         for stack in stacks.values():
             if stack.sums.note_frozen():

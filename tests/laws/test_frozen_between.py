@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, data, network, pipeline, weights
+from tests.laws.cases import CASES, LATE, data, network, pipeline, weights
 
 WHICH = [(2, "weight"), (4, "bias")]  # in a stack, and in the stage with the loss
 OPTIONS = [{}, {"workers": 2}, {"replicas": 2}, {"clip_norm": 0.1}]
@@ -56,6 +56,12 @@ def test_a_weight_that_is_frozen_for_some_pushes(method, options, which, first):
     torch.testing.assert_close(as_one, losses, rtol=0, atol=1e-12)
     torch.testing.assert_close(same, found, rtol=0, atol=1e-12)
     assert which != WHICH[0] or "weight of stage 2 is frozen" in told
+
+
+@pytest.mark.parametrize("which", WHICH, ids=str)
+@pytest.mark.parametrize("options", [{}, {"workers": 2}], ids=str)
+def test_a_weight_that_is_frozen_between_the_parts_of_a_backward(options, which):
+    trained(LATE["pb-late"](5), which, False, **options)
 
 
 @pytest.mark.parametrize("drains", [False, True])
