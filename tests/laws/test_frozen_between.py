@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, LATE, data, network, pipeline, weights
+from tests.laws.cases import CASES, EACH, LATE, data, network, pipeline, weights
 
 WHICH = [(2, "weight"), (4, "bias")]  # in a stack, and in the stage with the loss
 OPTIONS = [{}, {"workers": 2}, {"replicas": 2}, {"clip_norm": 0.1}]
@@ -100,6 +100,24 @@ def test_a_frozen_weight_is_not_shifted(case, options, drains):
     assert len(seen["F"]) >= 12
     for used in (*seen["F"], *seen["B"][-8:]):
         assert torch.equal(used, before)
+    pipe.close()
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_a_whole_stage_that_is_frozen(case):
+    """The others go on; its own updates have no gradient at all."""
+    model = network(5, dtype=torch.float64)
+    pipe, before = pipeline(model, CASES[case](5)), {}
+    for n, (x, y) in enumerate(data(24, samples=4, dtype=torch.float64)):
+        if n % 8 == 0:
+            pipe.drain()
+            model[1].requires_grad_(n != 8)
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        pipe.push(x, y)
+        if n == 15:
+            pipe.wait()
+            for s in (1, 4):
+                assert torch.equal(model[s][0].weight, before[f"{s}.0.weight"]) == (s == 1)
     pipe.close()
 
 
