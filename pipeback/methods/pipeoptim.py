@@ -81,7 +81,8 @@ class OptimizerPrediction(Method):
         step_along(optimizer, weights, state["direction"], when.delays)
         if self.grouped and when.delay:
             stepped = [n for n, w in enumerate(weights) if w.grad is not None]
-            torch._foreach_mul_([state["direction"][n] for n in stepped], [when.rates[n] for n in stepped])
+            if stepped:  # torch refuses an empty list, where all weights are frozen
+                torch._foreach_mul_([state["direction"][n] for n in stepped], [when.rates[n] for n in stepped])
             torch._foreach_sub_(state["group"], weights)
         return state
 

@@ -34,7 +34,8 @@ from pipeback.pipeline.stacking import Stacking
 from pipeback.pipeline.start import start
 from pipeback.pipeline.train_modes import OTHERWISE, CallLock, Modes
 from pipeback.runtime.loop import Batch, Loop
-from pipeback.runtime.runners import EventLoop, PushLoop, Runner, Threads, TickLoop, weakly
+from pipeback.runtime.runners import EventLoop, PushLoop, Runner, Threads, weakly
+from pipeback.runtime.tick_loop import TickLoop
 from pipeback.runtime.undo import Dropped
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
@@ -190,7 +191,7 @@ class Engine:
         with self.lock, recording():
             self.open("reach")
             if isinstance(self.runtime, TickLoop):
-                self.do(partial(self.runtime.loop.reach, done))
+                self.do(partial(self.runtime.go_on, done))
 
     def drain(self, then: Then) -> None:
         """As `Pipeline.drain`. then: called if something could be in flight."""
@@ -365,7 +366,7 @@ class Engine:
         if isinstance(self.runtime, EventLoop):
             self.runtime.loop.inline = self.kept is None  # one way to take back is enough
         if isinstance(self.runtime, TickLoop):
-            self.runtime.reach = weakly(self._reach)
+            self.runtime.reach, self.runtime.as_pushed = weakly(self._reach), self._rehearsals.as_pushed
         if not isinstance(self.runtime, EventLoop) or self.holding.store is not None:
             self._finalizer = weakref.finalize(self, _end, self.runtime, self.ranks, self._process)
         self.observing.started(self.loops)

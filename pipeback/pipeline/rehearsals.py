@@ -6,15 +6,16 @@ An error in a forward is found here, before anything was trained on the micro-ba
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from pipeback.distributed.held_stages import HeldStages
-from pipeback.methods.base import overrides
 from pipeback.pipeline.slices import unlike
 from pipeback.runtime.loop import Batch
 from pipeback.runtime.runners import Runner
+from pipeback.stages import split_backward
 from pipeback.stages.flight import Value, keep_settings
 from pipeback.stages.module_settings import Mirror, Settings
 from pipeback.stages.rehearsal import rehearse, rehearse_form, rehearse_shape
@@ -49,8 +50,7 @@ class Rehearsals:
         self._modes = Settings([], "modes")  # of all modules
         self._settings: list[tuple[Stage, Settings]] = []  # of each stage
         self._joined = Settings.joined(())  # the same, for one pass before every push
-        self._trained = Trained(())  # weights of stages that run as one, or of all where a method may shift them
-        self._shifts = any(overrides(holding.method, hook) for hook in ("forward_weights", "backward_weights"))
+        self._trained = Trained(())  # which weights need a gradient, as the last push found them
         every = [[m for stage in stages for m in stage.module.modules()] for stages in holding.everywhere]
         self._mirror = Mirror(every) if len(every) > 1 else None  # the user sets those of the first replica
 
@@ -117,9 +117,16 @@ class Rehearsals:
             self._follow_frozen()
         runtime.drain()
 
+    def as_pushed(self) -> AbstractContextManager[None]:
+        """A context within which weights need a gradient as the last push found them."""
+        return self._trained.as_they_were()
+
     def _follow_frozen(self) -> None:
         """Let stages whose weights were frozen run one by one, until these are trained again."""
         every = [stage for stages in self._holding.everywhere for stage in stages]
+        with self.as_pushed():  # of a backward in two parts, the second is done as that of a whole one would have been
+            for stage in every:
+                split_backward.finish(stage)
         stacks: dict[int, Any] = {id(stage.stack): stage.stack for stage in every if stage.stack is not None}
         for stack in stacks.values():
             if stack.sums.note_frozen():
@@ -127,11 +134,8 @@ class Rehearsals:
         self._look_at_weights(every)
 
     def _look_at_weights(self, every: Sequence[Stage]) -> None:
-        # all ranks look at all weights, so that all know when some are frozen
-        every_one = self._holding.ranks.several or self._shifts
-        some = [stage for stage in every if stage.stack is not None or every_one]
-        note_frozen(some)
-        self._trained = Trained(p for stage in some for p in stage.params)
+        note_frozen(every)
+        self._trained = Trained(p for stage in every for p in stage.params)
 
     def look(self) -> None:
         """Note how the modules are set: their modes, and the numbers in them."""

@@ -19,10 +19,11 @@ from pipeback.runtime.link import LocalLink, StageLink, ThreadWire, links
 from pipeback.runtime.loop import Loop
 from pipeback.runtime.outside_ticks import OutsideTicks
 from pipeback.runtime.replicas import OneReplica, Replicas, ThreadReplicas
-from pipeback.runtime.runners import PushLoop, Runner, Threads, TickLoop
+from pipeback.runtime.runners import PushLoop, Runner, Threads
 from pipeback.runtime.setting import Setting
 from pipeback.runtime.stage_executor import StageExecutor
 from pipeback.runtime.thread_ticks import ThreadTicks
+from pipeback.runtime.tick_loop import TickLoop
 from pipeback.runtime.weight_provider import WeightProvider
 from pipeback.runtime.worker import Worker
 from pipeback.schedules.order import Order

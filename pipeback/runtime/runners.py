@@ -10,7 +10,7 @@ import threading
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,7 +22,6 @@ from pipeback.runtime.lazy_loss import LazyLoss
 from pipeback.runtime.link import Closed
 from pipeback.runtime.loop import Batch, Loop
 from pipeback.runtime.loss_vector import LossVector
-from pipeback.runtime.undo import Dropped
 from pipeback.stages.flight import Value
 from pipeback.stages.joint_optimizer import Options
 from pipeback.tensors import accelerators
@@ -73,6 +72,8 @@ class EventLoop(ABC):
         self.owner = [0] * loop.worker.count
         loop.inline = True
         self.closed = False
+        # a context for what earlier pushes have left: weights need a gradient in it as they did then
+        self.as_pushed: Callable[[], AbstractContextManager[object]] = nullcontext
 
     @abstractmethod
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
@@ -82,7 +83,8 @@ class EventLoop(ABC):
         command(self.loop)
 
     def wait(self) -> None:
-        self.loop.rest()
+        with self.as_pushed():
+            self.loop.rest()
 
     def drain(self) -> None:
         self.loop.drain()
@@ -134,54 +136,6 @@ class PushLoop(EventLoop):
 
     def step(self, flush: bool) -> None:
         self.loop.drain() if flush else self.loop.settle()
-
-
-class TickLoop(EventLoop):
-    """The event loop in the order "skewed": a push leaves work undone, and its loss is computed when it is read: as far
-    as the loss needs it. What remains stays in flight, so that the pipeline is full when the next push comes.
-
-    reach: does remaining work until a condition holds, as a call of the pipeline would.
-    """
-
-    def __init__(self, loop: Loop) -> None:
-        super().__init__(loop)
-        self.reach: Callable[[Callable[[], bool]], None] = loop.reach
-        self.due: dict[int, dict[int, Tensor]] = {}  # where the loss of a micro-batch is put, one dictionary per push
-        loop.worker.report = self._arrived
-
-    def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
-        mbs = range(first, first + len(batches))
-        losses: dict[int, Tensor] = {}
-        self.due.update(dict.fromkeys(mbs, losses))
-        loop = self.loop
-        # if the last push was waited for, this one will be: then its first forwards may as well go on to the last stage
-        few = len(batches) <= FEW and loop.worker.residence.joins  # weights in a store would come for each of them
-        loop.order.in_turn = loop.order.apart = loop.awaited and few
-        loop.awaited = False
-        try:
-            self.loop.push(batches, options)
-        except Dropped:
-            for i in range(self.loop.order.arrived, mbs.stop):
-                del self.due[i]
-            raise
-
-        def read(sizes: list[int] | None) -> Tensor:
-            if not known() and not self.closed:
-                self.reach(known)
-            if not known():
-                raise RuntimeError("the pipeline was closed before this loss was computed")
-            return mean([losses[i] for i in mbs], sizes)
-
-        def known() -> bool:
-            return len(losses) == len(mbs)
-
-        def asked() -> None:  # it may be known already; would it be, had nobody ever waited?
-            loop.awaited |= loop.order.arrived < mbs.stop + loop.order.stages - 1
-
-        return lambda sizes: LazyLoss(partial(read, sizes), known, asked)
-
-    def _arrived(self, mb: int, loss: Tensor) -> None:
-        self.due.pop(mb)[mb] = loss
 
 
 def weakly(method: Callable[[Callable[[], bool]], None]) -> Callable[[Callable[[], bool]], None]:

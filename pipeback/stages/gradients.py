@@ -53,7 +53,7 @@ class Gradients:
         self.count = 0.0  # micro-batches (or samples) that they are summed of
         self._shown = False
         self._intercepts: Intercepts | None = None
-        self._checked = False  # that these fit, since the last update
+        self._checked = False  # that these fit until the next update
         self.split = SplitBackward()  # those that are still to come
 
     def lend(self) -> None:
@@ -171,7 +171,8 @@ class Gradients:
         if not self.count or self.shows:
             return None
         if not self._checked:
-            self._checked = True
+            # frozen weights may be trained again before the update, and have no node until then
+            self._checked = all(p.requires_grad for p in self.params)
             if self._intercepts is not None and not self._intercepts.fit(self.params):
                 self._intercepts.remove()
                 self._intercepts = None

@@ -73,7 +73,8 @@ def of_weights(stage: Any, mb: int) -> None:
         return
     if rest.found is not None:
         stage.gradients.adopt()
-        stage.gradients.add(rest.found)
+        pairs = zip(stage.params, rest.found, strict=True)
+        stage.gradients.add([g if p.requires_grad else None for p, g in pairs])
         stage.gradients.show()
     elif rest.parts is None:
         differentiate(*rest.whole, (), [stage.gradients])
@@ -118,7 +119,11 @@ def _parts(
 
 
 def _finish(parts: Sequence[WeightPass], gradients: Gradients) -> None:
-    """Add the gradients of a micro-batch; in a thread of our own, where the user may clear `.grad`, by hand."""
+    """Add the gradients of a micro-batch; in a thread of our own, where the user may clear `.grad`, by hand. Weights
+    that were frozen since I get none.
+    """
+    trained = [part._replace(params=[p for p in part.params if p.requires_grad]) for part in parts]
+    parts = [part for part in trained if part.params]
     if gradients.threaded and not any(gradient_hooks(p) for p in gradients.params):
         if (hooks := gradients.intercepts()) is not None:
             with taking([hooks]):

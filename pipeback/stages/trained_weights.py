@@ -6,7 +6,8 @@ that a method that predicts weights predicts these as they are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 
 from torch import Tensor
@@ -27,6 +28,19 @@ class Trained:
     def changed(self) -> bool:
         """Whether one of them was frozen since, or is trained again."""
         return list(map(_needs, self._weights)) != self._were
+
+    @contextmanager
+    def as_they_were(self) -> Iterator[None]:
+        """A context within which each is frozen or trained as it was."""
+        now = list(map(_needs, self._weights))
+        changed = [n for n, (need, were) in enumerate(zip(now, self._were, strict=True)) if need != were]
+        for n in changed:
+            self._weights[n].requires_grad_(self._were[n])
+        try:
+            yield
+        finally:
+            for n in changed:
+                self._weights[n].requires_grad_(now[n])
 
 
 def frozen(stages: Sequence[Stage]) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.helpers.choice import mostly_rare
-from tests.laws.cases import CASES, data, network, pipeline, weights
+from tests.laws.cases import CASES, EACH, LATE, data, network, pipeline, weights
 
 WHICH = [(2, "weight"), (4, "bias")]  # in a stack, and in the stage with the loss
 OPTIONS = [{}, {"workers": 2}, {"replicas": 2}, {"clip_norm": 0.1}]
@@ -58,6 +58,12 @@ def test_a_weight_that_is_frozen_for_some_pushes(method, options, which, first):
     assert which != WHICH[0] or "weight of stage 2 is frozen" in told
 
 
+@pytest.mark.parametrize("which", WHICH, ids=str)
+@pytest.mark.parametrize("options", [{}, {"workers": 2}], ids=str)
+def test_a_weight_that_is_frozen_between_the_parts_of_a_backward(options, which):
+    trained(LATE["pb-late"](5), which, False, **options)
+
+
 @pytest.mark.parametrize("drains", [False, True])
 @pytest.mark.parametrize(
     ("case", "options"),
@@ -95,3 +101,45 @@ def test_a_frozen_weight_is_not_shifted(case, options, drains):
     for used in (*seen["F"], *seen["B"][-8:]):
         assert torch.equal(used, before)
     pipe.close()
+
+
+@pytest.mark.parametrize("case", EACH)
+def test_a_whole_stage_that_is_frozen(case):
+    """The others go on; its own updates have no gradient at all."""
+    model = network(5, dtype=torch.float64)
+    pipe, before = pipeline(model, CASES[case](5)), {}
+    for n, (x, y) in enumerate(data(24, samples=4, dtype=torch.float64)):
+        if n % 8 == 0:
+            pipe.drain()
+            model[1].requires_grad_(n != 8)
+            before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        pipe.push(x, y)
+        if n == 15:
+            pipe.wait()
+            for s in (1, 4):
+                assert torch.equal(model[s][0].weight, before[f"{s}.0.weight"]) == (s == 1)
+    pipe.close()
+
+
+@pytest.mark.parametrize("reads", [False, True])
+@pytest.mark.parametrize("method", ["pb", "pipedream", "spectrain", "one_f_one_b-3"])
+def test_weights_frozen_without_waiting(method, reads):
+    """What stages that run as one have left of earlier pushes is done as it would have been in the event loop."""
+
+    def run(**options):
+        model, losses = network(5, dtype=torch.float64), []
+        pipe = pipeline(model, CASES[method](5), **options)
+        for n, (x, y) in enumerate(data(20, samples=4, dtype=torch.float64)):
+            if n % 3 == 2:
+                for s in (1, 4):
+                    model[s].requires_grad_(n % 2 == 1)
+                if reads and losses:
+                    float(losses[-1])
+            losses.append(pipe.push(x, y))
+        model[2][0].bias.requires_grad_(False)
+        pipe.drain()
+        found = weights(pipe), [float(loss) for loss in losses]
+        pipe.close()
+        return found
+
+    torch.testing.assert_close(run(vectorize=True), run(), rtol=0, atol=1e-12)

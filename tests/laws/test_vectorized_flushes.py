@@ -367,3 +367,13 @@ def test_a_state_between_flushes_that_are_judged_outside(flushed):
     after.load_state_dict(before.state_dict())
     same(judged(after, (8,)), judged(whole, (8,)))
     assert flushed == [8, 8, 8]
+
+
+@pytest.mark.parametrize("case", ["gpipe-4", "one_f_one_b"])
+def test_torchs_default_device_is_of_no_consequence(case, flushed):
+    (one, other), (x, y) = pipelines(case), (torch.cat(some) for some in zip(*doubles(4), strict=True))
+    expected = one.push(x, y)
+    with torch.device("meta"):
+        found = other.push(x, y)
+    same([found], [expected])
+    assert sum(flushed)

@@ -294,9 +294,10 @@ class WholeFlush:
         graph = self._loss_graph(stage, value, target, packs)
         if graph is None:
             return None
-        seeds = [float(worker.sizes[i]) if worker.samples else 1.0 for i in mbs]
+        counts = [float(worker.sizes[i]) if worker.samples else 1.0 for i in mbs]
+        seeds = torch.tensor(counts, dtype=value[0].dtype, device=value[0].device)
         try:
-            losses, *found = graph(*self._weights[s], *value, target, torch.tensor(seeds).to(value[0]))
+            losses, *found = graph(*self._weights[s], *value, target, seeds)
         except Exception as error:
             raise self._failed("forward", stage, mbs, error) from error
         for i, loss in zip(mbs, losses.unbind(), strict=True):
