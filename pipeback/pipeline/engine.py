@@ -62,7 +62,7 @@ class Engine:
         self.size, self.by_samples = options.micro_batches.size, options.micro_batches.weights == "samples"
         self.outside, self._compile = options.loss is None, options.compile
         self.amid: Collection[str] = ()
-        self._intact = ModelCheck(self.model, self.stages, self.traced is None)
+        self._intact = ModelCheck(self.model, self.holding.everywhere, self.traced is None)
         self._followers = ReplicaSync(self.holding.everywhere)
         self.threads = options.threads is not None or built.replicas > 1 or self.ranks.several
         inline = None if self.threads or self.outside else self.method

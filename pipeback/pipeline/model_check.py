@@ -16,6 +16,7 @@ from pipeback.private import handles, listened, parametrized_once
 from pipeback.splitting.module_hooks import Around
 from pipeback.stages.stage import Stage
 from pipeback.stages.tracing_lock import TRACING
+from pipeback.stages.trained_weights import note_frozen
 
 _needs, _places, _slot = attrgetter("requires_grad"), attrgetter("home.places"), attrgetter("home.slot")
 _COPY = "copy values into the weights in place, or build a new Pipeline"
@@ -72,9 +73,13 @@ class WeightPlaces:
 
 
 class ModelCheck:
-    """Checks a model and the stages that were built of it. sequence: whether its own forward is never run or traced."""
+    """Checks a model and the stages that were built of it, those of the first replica, and notes what is frozen.
 
-    def __init__(self, model: nn.Module, stages: Sequence[Stage], sequence: bool) -> None:
+    sequence: whether its own forward is never run or traced.
+    """
+
+    def __init__(self, model: nn.Module, replicas: Sequence[Sequence[Stage]], sequence: bool) -> None:
+        self._replicas, stages = replicas, replicas[0]
         self._around = Around([model] if sequence else [])
         self._was = self._around.now()
         self.stages, self.turn, self._handles = stages, 0, None
@@ -84,7 +89,7 @@ class ModelCheck:
         self._held = WeightPlaces(stages)
         self._weights = [p for stage in stages for p in stage.module.parameters()]
         trained = {id(p) for stage in stages for p in stage.params}
-        self._trained = [id(p) in trained for p in self._weights]
+        self._needs = [id(p) in trained for p in self._weights]
         self._streamed = [stage for stage in stages if stage.home.slot is not None]
         self._stepped: list[Tensor] = [w for stage in stages if stage.home.slot is None for w in stage.weights]
         self._pointers: list[int] = []  # where they lay, beside their parameters
@@ -125,8 +130,11 @@ class ModelCheck:
         self._check_stepped(wait)
         self.turn += 1
         self._check_hooks()
-        if list(map(_needs, self._weights)) != self._trained:
+        if (needs := list(map(_needs, self._weights))) != self._needs:
             self._check_trained()
+            wait()
+            note_frozen(self._replicas)
+            self._needs = needs
 
     def _check_stepped(self, wait: Callable[[], object]) -> None:
         """Raise RuntimeError if a weight that an optimizer steps is not where its parameter is. An update in another

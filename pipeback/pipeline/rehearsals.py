@@ -130,7 +130,7 @@ class Rehearsals:
         # all ranks look at all weights, so that all know when some are frozen
         every_one = self._holding.ranks.several or self._shifts
         some = [stage for stage in every if stage.stack is not None or every_one]
-        note_frozen(some)
+        note_frozen([some])
         self._trained = Trained(p for stage in some for p in stage.params)
 
     def look(self) -> None:

@@ -6,12 +6,14 @@ that a method that predicts weights predicts these as they are.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from operator import attrgetter
 
 from torch import Tensor
 
 from pipeback.methods.base import Shift, Weights
+from pipeback.stages.flight import keep_frozen
 from pipeback.stages.stage import Stage
 
 _needs = attrgetter("requires_grad")
@@ -34,12 +36,27 @@ def frozen(stages: Sequence[Stage]) -> list[tuple[int, int]]:
     return [(r, n) for r, stage in enumerate(stages) for n, p in enumerate(stage.params) if not p.requires_grad]
 
 
-def note_frozen(stages: Iterable[Stage]) -> None:
-    """Let these stages know which of their weights are frozen now."""
-    for stage in stages:
-        now = tuple([n for _, n in frozen([stage])])
-        if now != stage.learnt.frozen:
-            stage.learn(frozen=now)
+def note_frozen(replicas: Sequence[Sequence[Stage]]) -> None:
+    """Let the stages of every replica know which weights are frozen now, in the first, which the others follow."""
+    for alike in zip(*replicas, strict=True):
+        now = tuple([n for _, n in frozen(alike[:1])])
+        for stage in alike:
+            if now != stage.learnt.frozen:
+                keep_frozen(stage.flights.values(), stage.learnt.frozen)
+                stage.learn(frozen=now)
+
+
+@contextmanager
+def with_frozen(params: Sequence[Tensor], still: Collection[int]) -> Iterator[None]:
+    """A context in which these weights are frozen, and no others."""
+    odd = [p for n, p in enumerate(params) if p.requires_grad == (n in still)]
+    for p in odd:
+        p.requires_grad_(not p.requires_grad)
+    try:
+        yield
+    finally:
+        for p in odd:
+            p.requires_grad_(not p.requires_grad)
 
 
 def unshifted(chosen: Weights | Shift, weights: Weights, still: Collection[int]) -> Weights | Shift:
