@@ -126,6 +126,9 @@ class ModelCheck:
             with TRACING:  # which another thread may do, with other tensors in the places of weights
                 changed = self._held.changed()
             if changed:
+                wait()  # a forward in another thread may call a module with other tensors (`functional_call`)
+                changed = self._held.changed()
+            if changed:
                 raise RuntimeError(f"{changed} was moved, cast or replaced; {_COPY}")
         self._check_stepped(wait)
         self.turn += 1
