@@ -62,3 +62,25 @@ def test_a_state_of_both(method, options, which, thaws, after):
         for loaded in (other, last):
             found = end(loaded)
             assert torch.equal(found[0], wanted[0]) and torch.equal(found[1], wanted[1])
+
+
+@pytest.mark.parametrize("which", ["the first stage", "a bias"])
+@pytest.mark.parametrize("thaws", [False, True])
+def test_stages_as_one(which, thaws):
+    """Those of the state go on as one or one by one, so that last digits may differ."""
+    batches, found = data(18, samples=4, dtype=torch.float64), []
+    for resumed in (False, True):
+        pipe = pipeline(network(STAGES, dtype=torch.float64), "pb", "momentum", vectorize="auto")
+        for n, batch in enumerate(batches):
+            if n in (AT - 4, AT) and (thaws or n == AT):
+                pipe.wait()
+                freeze(pipe, which, thaws and n == AT)
+            if n == AT and resumed:
+                state = pipe.state_dict()
+                pipe = pipeline(network(STAGES, seed=99, dtype=torch.float64), "pb", "momentum", vectorize="auto")
+                pipe.load_state_dict(state)
+                freeze(pipe, which, thaws)
+            pipe.push(*batch)
+        pipe.drain()
+        found.append(everything(pipe))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
