@@ -286,7 +286,7 @@ class Engine:
         self.progress.take_up(plain)
         self._rehearsals.forget()
         if self.traced is not None:
-            self.traced.know(plain.get("forms", ()))
+            self.traced.know(plain.get("forms", ()), any(s["flights"] or s["messages"] for s in plain["stages"]))
         if plain["loops"]:
             self.holding.share_out(plain["seconds"])
             self._stacking.regroup(plain)

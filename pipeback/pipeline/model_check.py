@@ -84,7 +84,7 @@ class ModelCheck:
         self._held = WeightPlaces(stages)
         self._weights = [p for stage in stages for p in stage.module.parameters()]
         trained = {id(p) for stage in stages for p in stage.params}
-        self._trained = [id(p) in trained for p in self._weights]
+        self._needs = [id(p) in trained for p in self._weights]
         self._streamed = [stage for stage in stages if stage.home.slot is not None]
         self._stepped: list[Tensor] = [w for stage in stages if stage.home.slot is None for w in stage.weights]
         self._pointers: list[int] = []  # where they lay, beside their parameters
@@ -121,12 +121,16 @@ class ModelCheck:
             with TRACING:  # which another thread may do, with other tensors in the places of weights
                 changed = self._held.changed()
             if changed:
+                wait()  # a forward in another thread may call a module with other tensors (`functional_call`)
+                changed = self._held.changed()
+            if changed:
                 raise RuntimeError(f"{changed} was moved, cast or replaced; {_COPY}")
         self._check_stepped(wait)
         self.turn += 1
         self._check_hooks()
-        if list(map(_needs, self._weights)) != self._trained:
+        if (needs := list(map(_needs, self._weights))) != self._needs:
             self._check_trained()
+            self._needs = needs
 
     def _check_stepped(self, wait: Callable[[], object]) -> None:
         """Raise RuntimeError if a weight that an optimizer steps is not where its parameter is. An update in another

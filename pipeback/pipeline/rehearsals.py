@@ -97,7 +97,7 @@ class Rehearsals:
                     stage.random.begin(stage.generator)
                 if stage.stack is not None:
                     stacks[id(stage.stack)] = stage.stack
-        if self._trained.changed():
+        if anew or self._trained.changed():  # since a state was loaded, weights may have been frozen unseen
             self._follow_frozen()
         for stack in stacks.values():
             stack.renew()  # once, however many of its stages are set otherwise
@@ -134,7 +134,7 @@ class Rehearsals:
         self._look_at_weights(every)
 
     def _look_at_weights(self, every: Sequence[Stage]) -> None:
-        note_frozen(every)
+        note_frozen(self._holding.everywhere)
         self._trained = Trained(p for stage in every for p in stage.params)
 
     def look(self) -> None:

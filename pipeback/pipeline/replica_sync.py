@@ -7,7 +7,7 @@ writes into it. Over processes each rank has a model and optimizers of its own, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -64,6 +64,8 @@ class ReplicaSync:
     def remember(self) -> None:
         """The weights and optimizer states of all replicas are as they should be, and nothing is under way."""
         self._begun = True
+        for p, other in self._twins():  # a state, which all have been given, does not say what is frozen
+            other.requires_grad_(p.requires_grad)
         self._states.rest()
         self._written = list(map(_writes, self._weights))
         self._stood = self._stand()
@@ -98,12 +100,16 @@ class ReplicaSync:
         if copied:
             self.remember()
 
+    def _twins(self) -> Iterator[tuple[Tensor, Tensor]]:
+        for own, *twins in self._modules:
+            for twin in twins:
+                pairs = ((p, twin._parameters[key]) for key, p in own._parameters.items())
+                yield from ((p, other) for p, other in pairs if p is not None and other is not None)
+
     def _copy(self, own: nn.Module, twin: nn.Module, known: set[int]) -> None:
         weights = [(p, twin._parameters[key]) for key, p in own._parameters.items() if p is not None]
         for p, other in weights:
             _put(p, other)
-            assert other is not None
-            other.requires_grad_(p.requires_grad)
         # statistics are each replica's own, until somebody writes them, as `load_state_dict` does with the weights
         if not self._begun or any(id(p) in known for p, _ in weights):
             for key in own._buffers:

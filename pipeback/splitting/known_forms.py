@@ -6,7 +6,8 @@ stand in, and the numbers and strings beside them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from pipeback.splitting.branches import MOST, Branch
 from pipeback.splitting.call_arguments import Arguments
+from pipeback.splitting.call_trace import CallTrace
 from pipeback.splitting.refusals import shortened
 from pipeback.tensors import accelerators
 from pipeback.tensors.copies import replica
@@ -29,6 +31,7 @@ class Known(NamedTuple):
     answers: list[Any]  # the values by which Python decided
     decisions: list[Branch]  # by values of the input; other outcomes belong to other variants
     mark: Tensor | None = None  # of the variant; None where there is only one
+    shapes: bool = False  # whether the model was traced by shapes alone, where its weights were not here
 
     def marked(self, x: Any) -> Any:
         """Return the tensors of a micro-batch with the mark, as the first stage takes them."""
@@ -66,6 +69,7 @@ class Known(NamedTuple):
             "answers": self.answers,
             "decisions": [decision.number for decision in self.decisions],
             "mark": None if self.mark is None else list(self.mark.shape),
+            **({"shapes": True} if self.shapes else {}),
         }
 
     def as_saved(self, form: Mapping[str, Any]) -> Known:
@@ -74,6 +78,7 @@ class Known(NamedTuple):
         return self._replace(
             decisions=[decision for decision in self.decisions if decision.number in form.get("decisions", ())],
             mark=None if shape is None else torch.zeros(shape, dtype=torch.bool, device="cpu"),
+            shapes=form.get("shapes", False),
         )
 
 
@@ -88,6 +93,42 @@ def tensors_of(value: Any) -> tuple[Tensor, ...]:
 
 
 def example_of(form: Mapping[str, Any]) -> tuple[tuple[Tensor, ...], Form]:
-    """Return tensors of a form that a saved state has as plain values, and the structure that they stand in."""
-    x = tuple(torch.empty(shape, dtype=getattr(torch, kind)) for shape, kind in form["tensors"])
+    """Return tensors of a form that a saved state has as plain values, and the structure that they stand in.
+
+    They are full of ones, which are indices, lengths and masks that a forward can use.
+    """
+    x = tuple(torch.ones(shape, dtype=getattr(torch, kind)) for shape, kind in form["tensors"])
     return x, read(form)
+
+
+def traced_as_saved(
+    model: str,
+    form: Mapping[str, Any],
+    follow: Callable[[bool], tuple[CallTrace, Known]],
+    complete: bool,
+    flying: bool,
+) -> tuple[CallTrace, Known] | None:
+    """Trace a form as the pipeline has that saved it: on tensors with values, or by shapes alone where it had no more.
+
+    A forward may tell the two apart: transformers leaves masks out that its values do not need, except where it is
+    traced by shapes. follow: traces, with values or by shapes. complete: whether all weights are here. flying: whether
+    the state has micro-batches in flight; if not, a form that cannot be traced is None, and the push that needs it
+    traces it. Raises ValueError naming the model. model: its class.
+    """
+    if complete and not form.get("shapes"):
+        with suppress(Exception):  # other values may not do, and shapes may
+            record, known = follow(True)
+            if known.answers == form["answers"]:
+                return record, known
+    try:
+        return follow(False)
+    except Exception as error:
+        if not flying:
+            return None
+        if isinstance(error, ValueError):  # it has a cure of its own
+            raise
+        shown = ", ".join(f"{tuple(shape)} {kind}" for shape, kind in form["tensors"])
+        raise ValueError(
+            f"{model} cannot be traced for micro-batches of {shown} without their values: {error}; a state with "
+            "micro-batches in flight needs it; call pipe.drain() before pipe.state_dict() there"
+        ) from error

@@ -32,7 +32,7 @@ from pipeback.splitting.escaped_tensors import looked_into
 from pipeback.splitting.forward_check import check_equal
 from pipeback.splitting.input_forms import Key, key_of
 from pipeback.splitting.key_value_caches import caching, without_caches
-from pipeback.splitting.known_forms import Known, example_of, tensors_of, with_own_tensors
+from pipeback.splitting.known_forms import Known, example_of, tensors_of, traced_as_saved, with_own_tensors
 from pipeback.splitting.module_hooks import check_hooks, kept_for_hooks, traced_into
 from pipeback.splitting.module_restore import untouched
 from pipeback.splitting.module_walk import KINDS, held, unsaved_buffers, walked
@@ -154,8 +154,8 @@ class TracedModel:
         """Return the known forms as plain values, for a saved state, whose micro-batches in flight have these forms."""
         return self._variants.plain(self._settings())
 
-    def know(self, forms: Sequence[Mapping[str, Any]]) -> None:
-        """Trace the model for these forms, by shapes alone.
+    def know(self, forms: Sequence[Mapping[str, Any]], flying: bool) -> None:
+        """Trace the model for these forms of a saved state. flying: whether it has micro-batches in flight.
 
         Micro-batches in flight have the marks that tell these forms apart, so other forms that are known are forgotten.
         """
@@ -165,21 +165,23 @@ class TracedModel:
                 segment.__forget__()  # type: ignore[operator]
         for form in (*forms, *forms):  # tracing one may find attributes by which another is known anew
             with accelerators.under(accelerators.read(form.get("autocast", ()))):  # earlier states have none
-                self._know(form)
+                self._know(form, flying)
         self.set(self.held.number())
 
     def _settings(self) -> dict[int, bool]:
         return {self.segments[0].__setting__: True, **{self.held.number(way): way.graph for way in WAYS}}
 
-    def _know(self, form: Mapping[str, Any]) -> None:
+    def _know(self, form: Mapping[str, Any], flying: bool) -> None:
         (x, structure), way = example_of(form), saved_way(form, self.model.training)
         ways = self._variants.of(self._key(x, way))
         if any(way.inputs == structure and way.answers == form["answers"] for way in ways):
             return
-        arguments = Arguments(*structure.fill(x))
+        follow = partial(self._follow, Arguments(*structure.fill(x)), answers=form["answers"])
         with called(self.model, way):
-            record, known = self._follow(arguments, real=False, answers=form["answers"])
-        self._take(record, x, way, known.as_saved(form), saved=True)
+            found = traced_as_saved(type(self.model).__name__, form, follow, self.complete, flying)
+        vars(self).pop("_restores", None)
+        if found is not None:
+            self._take(found[0], x, way, found[1].as_saved(form), saved=True)
 
     def set(self, number: int) -> None:
         """Tell the stages the model's settings, by their number in `AttributeReads`."""
@@ -262,7 +264,7 @@ class TracedModel:
         check_draws(self.model, record, partial(trace, fine=True))
         check_value_reads(self.model, record)
         found = [each for each in decisions(record) if answers is not None or each.holds(tensors)]
-        return record, Known(form, record.form, record.answers, found)
+        return record, Known(form, record.form, record.answers, found, shapes=not real)
 
     def _trace(
         self,
@@ -275,21 +277,22 @@ class TracedModel:
     ) -> CallTrace:
         from pipeback.splitting.tracer import trace_forward  # here, since a sequence is not traced
 
+        saved = None if answers is None else iter(answers)
+        answer = None if saved is None else lambda *asked: next(saved)
         if real:
             with self._unchanged(anew=True):
                 return trace_forward(
-                    self.model, *with_own_tensors(arguments, self._walked.device), self._leaves, work=work, left=left,
-                    outside=OutsideDraws(self._restores.generators, fine), within=self._walked, deep=self.deep,
+                    self.model, *with_own_tensors(arguments, self._walked.device), self._leaves, answers=answer,
+                    work=work, left=left, outside=OutsideDraws(self._restores.generators, fine), within=self._walked,
+                    deep=self.deep,
                 )[0]  # fmt: skip
         (tensors, form), device = opened(tuple(arguments)), walked(self.model).device
         with eagerly(), FakeTensorMode(allow_non_fake_inputs=True) as fake:
             own = dict([*self.model.named_buffers(), *self.model.named_parameters()])
             values = {name: shaped(t) for name, t in own.items()}
             args, kwargs = form.fill([to_device(device, fake.from_tensor(t)) for t in tensors])
-            saved = None if answers is None else iter(answers)
             return trace_forward(
-                self.model, args, kwargs, self._leaves, values,
-                partial(told, tensors) if saved is None else lambda *asked: next(saved), work, left,
+                self.model, args, kwargs, self._leaves, values, answer or partial(told, tensors), work, left,
                 deep=self.deep,
             )[0]  # fmt: skip
 

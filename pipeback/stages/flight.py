@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any, Protocol
 
@@ -26,8 +26,8 @@ class Flight:
     """A micro-batch between its forward and its backward at one stage."""
 
     __slots__ = (
-        "again", "autocast", "caught", "entry", "heard", "leaves", "options", "output", "owned", "row", "settings",
-        "target", "tuple_input", "version",
+        "again", "autocast", "caught", "entry", "frozen", "heard", "leaves", "options", "output", "owned", "row",
+        "settings", "target", "tuple_input", "version",
     )  # fmt: skip
 
     def __init__(self, leaves: tuple[Tensor, ...], output: Value, target: Any, version: int, tuple_input: bool) -> None:
@@ -44,6 +44,7 @@ class Flight:
         self.again: Repetition | None = None  # gives B the output, if F has kept no graph
         self.caught: list[Tensor | None] | None = None  # gradients whose strides differ from their leaf's
         self.settings: Settings | None = None  # of the modules at F, if they have been set otherwise since
+        self.frozen: Sequence[int] | None = None  # the weights that were frozen at F, if others have been since
         self.row: StackedFlight | None = None  # where a stack keeps it, if one has done F
 
     def upstream(self) -> Value:
@@ -70,6 +71,13 @@ def keep_settings(flights: Iterable[Flight], settings: Settings | None) -> None:
     for flight in flights:
         if flight.settings is None:
             flight.settings = settings
+
+
+def keep_frozen(flights: Iterable[Flight], frozen: Sequence[int]) -> None:
+    """Keep for these flights which weights were frozen at their F; others are from now on."""
+    for flight in flights:
+        if flight.frozen is None:
+            flight.frozen = frozen
 
 
 class Root:

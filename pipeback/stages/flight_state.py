@@ -19,6 +19,8 @@ from pipeback.stages.recomputed_functions import looking
 from pipeback.stages.stage import Stage
 from pipeback.stages.state_check import Corrupt
 from pipeback.stages.state_values import Plain, Tensors, load_value, put_all, save_value, to_device, to_home
+from pipeback.stages.trained_weights import frozen as frozen_in
+from pipeback.stages.trained_weights import with_frozen
 from pipeback.tensors import accelerators, copies
 
 
@@ -55,6 +57,7 @@ def save(stage: Stage, mb: int, flight: Flight, tensors: Tensors, number: Callab
         "entry": flight.entry,
         "options": number(flight.options),
         "settings": None if flight.settings is None else flight.settings.values,
+        "frozen": list(stage.learnt.frozen if flight.frozen is None else flight.frozen),
     }
 
 
@@ -82,8 +85,10 @@ def load(
     # in earlier states only what is recomputed has it
     autocast = accelerators.read((plain if "autocast" in plain else again or {}).get("autocast", ()))
     settings = settings_of(plain["settings"], now) if plain.get("settings") else since
+    frozen = plain.get("frozen", [n for _, n in frozen_in([stage])])  # earlier states have none
     if again is None:
-        with accelerators.under(autocast), nullcontext() if settings is None else settings.restored():
+        as_set = nullcontext() if settings is None else settings.restored()
+        with accelerators.under(autocast), as_set, with_frozen(stage.params, frozen):
             leaves, output, handles = saved_graph.rerun(stage, x, target, around)
         prefix, away = f"flight/{mb}/saved/", stage.keeping is not None and stage.keeping.away
         where, device = f"{stage.label}, micro-batch {mb}", torch.device("cpu") if away else stage.device
@@ -96,6 +101,7 @@ def load(
         flight = Flight(stage.enter(x)[0], None, target, plain["version"], isinstance(x, tuple))
         _load_again(stage, tensors, f"flight/{mb}", again, flight, now)
     flight.autocast, flight.settings = autocast, settings
+    flight.frozen = None if (*frozen,) == stage.learnt.frozen else frozen
     if stage.keeping is not None:
         stage.keeping.adopt(flight)
     if plain["owned"]:

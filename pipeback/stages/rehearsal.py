@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from pipeback.methods.base import Method
+from pipeback.private import listened
 from pipeback.splitting.control_flow import noticed
 from pipeback.splitting.module_restore import Home
 from pipeback.stages import (
@@ -347,7 +348,14 @@ def measure(stage: Stage, value: Value, target: Any) -> float:
             seeds = [_seed(y) for y in roots]
             grads = torch.autograd.grad([begins(y) for y in roots], inputs, seeds, allow_unused=True)
         except Exception as error:
-            raise ValueError(f"{stage.label}: the backward failed on the first micro-batch: {error}") from error
+            # of torch, on gradients that nobody accumulates
+            forbidden = isinstance(error, RuntimeError) and "autograd.grad()" in str(error) and listened(stage.module)
+            cure = (
+                "; push once before you enter FlopCounterMode or anything else with hooks on gradients of modules, and "
+                "without workers="
+            )
+            told = f"{error}".rstrip(".") + cure if forbidden else error
+            raise ValueError(f"{stage.label}: the backward failed on the first micro-batch: {told}") from error
         # of others little is known: a batch of one sample lies in memory in every order
         alike = all(x.dim() <= 2 for x in leaves) and all(map(_alike_in_memory, starts, grads))
         stage.learn(alike=tuple(x.shape for x in leaves) if alike else None)

@@ -70,7 +70,7 @@ def check(stage: Stage, tensors: Mapping[str, Tensor], plain: dict[str, Any]) ->
         here, there = ("trains", "frozen") if different[0] in trains else ("is frozen", "trained")
         raise Corrupt(
             f"{stage.label}: weight {different[0]!r} {here} here, but was {there} in the state; set requires_grad as "
-            "it was, and build a new Pipeline"
+            "it was, and build a new Pipeline; what was frozen since it was built can be frozen after that"
         )
     if plain.get("members", members(stage)) != members(stage):
         raise Corrupt(

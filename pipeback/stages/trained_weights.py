@@ -7,12 +7,13 @@ that a method that predicts weights predicts these as they are.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from operator import attrgetter
 
 from torch import Tensor
 
 from pipeback.methods.base import Shift, Weights
+from pipeback.stages.flight import keep_frozen
 from pipeback.stages.stage import Stage
 
 _needs = attrgetter("requires_grad")
@@ -29,18 +30,9 @@ class Trained:
         """Whether one of them was frozen since, or is trained again."""
         return list(map(_needs, self._weights)) != self._were
 
-    @contextmanager
-    def as_they_were(self) -> Iterator[None]:
+    def as_they_were(self) -> AbstractContextManager[None]:
         """A context within which each is frozen or trained as it was."""
-        now = list(map(_needs, self._weights))
-        changed = [n for n, (need, were) in enumerate(zip(now, self._were, strict=True)) if need != were]
-        for n in changed:
-            self._weights[n].requires_grad_(self._were[n])
-        try:
-            yield
-        finally:
-            for n in changed:
-                self._weights[n].requires_grad_(now[n])
+        return _needing(self._weights, self._were)
 
 
 def frozen(stages: Sequence[Stage]) -> list[tuple[int, int]]:
@@ -48,12 +40,31 @@ def frozen(stages: Sequence[Stage]) -> list[tuple[int, int]]:
     return [(r, n) for r, stage in enumerate(stages) for n, p in enumerate(stage.params) if not p.requires_grad]
 
 
-def note_frozen(stages: Iterable[Stage]) -> None:
-    """Let these stages know which of their weights are frozen now."""
-    for stage in stages:
-        now = tuple([n for _, n in frozen([stage])])
-        if now != stage.learnt.frozen:
-            stage.learn(frozen=now)
+def note_frozen(replicas: Sequence[Sequence[Stage]]) -> None:
+    """Let the stages of every replica know which weights are frozen now, in the first, which the others follow."""
+    for alike in zip(*replicas, strict=True):
+        now = tuple([n for _, n in frozen(alike[:1])])
+        for stage in alike:
+            if now != stage.learnt.frozen:
+                keep_frozen(stage.flights.values(), stage.learnt.frozen)
+                stage.learn(frozen=now)
+
+
+def with_frozen(params: Sequence[Tensor], still: Collection[int]) -> AbstractContextManager[None]:
+    """A context in which these weights are frozen, and no others."""
+    return _needing(params, [n not in still for n in range(len(params))])
+
+
+@contextmanager
+def _needing(weights: Sequence[Tensor], needs: Sequence[bool]) -> Iterator[None]:
+    odd = [p for p, need in zip(weights, needs, strict=True) if p.requires_grad != need]
+    for p in odd:
+        p.requires_grad_(not p.requires_grad)
+    try:
+        yield
+    finally:
+        for p in odd:
+            p.requires_grad_(not p.requires_grad)
 
 
 def unshifted(chosen: Weights | Shift, weights: Weights, still: Collection[int]) -> Weights | Shift:

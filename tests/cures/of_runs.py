@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 import pipeback
 from tests.laws.cases import data, network
@@ -243,6 +244,15 @@ def amid(shown: bool) -> None:
     pipe.close()
 
 
+def flops(before: int) -> None:
+    """Count those of a push. before: how many have come before it."""
+    pipe = build(network(3))
+    for _ in range(before):
+        pipe.push(BATCH, BATCH)
+    with FlopCounterMode(display=False):
+        pipe.push(BATCH, BATCH)
+
+
 def budget(memory: Any) -> None:
     wide = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
     build(wide, store=pipeback.HostStore(device_memory=memory)).close()
@@ -260,6 +270,9 @@ ROWS: dict[str, Row] = {
         lambda: build(half_meta("meta")),
         r"stage 0 \(0\) is on the meta device in part; build all of it there, or nothing",
         lambda: trains(model=half_meta("cpu")),
+    ),
+    "FLOPs of the first push": Row(
+        lambda: flops(0), r"stage 1 \(1\): the backward failed.*; push once before you enter", lambda: flops(1)
     ),
     "a stage left out": Row(
         lambda: build(Declared("a")),

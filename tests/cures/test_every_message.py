@@ -33,6 +33,7 @@ ELSEWHERE = (
     "splitting/test_following.py",
     "splitting/test_one_stage.py",
     "splitting/test_returned_as_given.py",
+    "splitting/test_saved_forms.py",
     "splitting/test_value_reads.py",
     "splitting/test_written_into.py",
     "splitting/test_vmap_calls.py",

@@ -141,3 +141,49 @@ def test_layers_that_are_alike_are_shared_out_evenly_on_a_busy_machine(disturbed
     pipe.push(*torch.randn(2, 4, 6))
     assert pipe.owner == [0] * 4 + [1] * 4
     pipe.close()
+
+
+class Elsewhere(nn.Module):
+    """Its forward calls its layer with other tensors; when it is asked to, it stays there for a while."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.asked, self.inside = Held(6, 6), threading.Event(), threading.Event()
+        self.layer.around = self.stay
+
+    def stay(self):
+        if self.asked.is_set():
+            self.inside.set()
+            time.sleep(0.3)
+
+    def forward(self, x):
+        return torch.func.functional_call(self.layer, {"weight": self.layer.weight * 0.5}, (x,))
+
+
+class Held(nn.Linear):
+    def forward(self, x):
+        self.around()
+        return super().forward(x)
+
+
+def test_a_forward_may_call_its_layer_with_other_tensors():
+    found = []
+    for options in ({}, {"workers": 2}):
+        torch.manual_seed(0)
+        model = nn.Sequential(Elsewhere(), nn.Linear(6, 6)).double()
+        pipe = pipeline(model, "gpipe", **options)
+        first, *others = data(4, dtype=torch.float64)
+        pipe.push(*first)
+        if options:
+            model[0].asked.set()
+            pipe.push(*others[0])
+            assert model[0].inside.wait(60)
+            model[0].asked.clear()
+        else:
+            pipe.push(*others[0])
+        for batch in others[1:]:
+            pipe.push(*batch)
+        pipe.drain()
+        found.append(weights(pipe))
+        pipe.close()
+    assert torch.equal(*found)
