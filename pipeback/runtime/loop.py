@@ -71,7 +71,7 @@ class Loop:
         elif (self.placement is not None or self.at_once) and order.empty:
             # the last push or this one may be part of a flush
             order.restart(self._schedule(len(batches), at_once=self.at_once))
-        worker.placed_by, worker.in_flushes = order.placed, self._flushes()
+        worker.placed_by, worker.in_flushes, self.awaited = order.placed, self._flushes(), False
         varies = order.policy == "skewed" or self.method.flush_each_push
         worker.given = 0 if varies else order.arrived + len(batches)
         if worker.given:
@@ -271,8 +271,8 @@ class Loop:
 
     def settle(self) -> None:
         """Do every operation that may run, except those left in the program of a schedule that has ended."""
-        self.awaited = True
         self._look()
+        self.awaited = True
         waves, self._waves = self._waves, iter(())
         self.worker.run(self._undone(waves if self.fresh else chain(waves, self.order.rest())))
         self.worker.settle()
@@ -280,8 +280,8 @@ class Loop:
 
     def reach(self, done: Callable[[], bool]) -> None:
         """Do operations that may run until `done` says so, or none is left."""
-        self.awaited = True
         self._look()
+        self.awaited = True
         if not self.fresh:
             self.worker.run(self._undone(self.order.rest(done)))
             self.worker.settle()

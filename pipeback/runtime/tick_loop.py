@@ -26,6 +26,8 @@ class TickLoop(EventLoop):
         self.reach: Callable[[Callable[[], bool]], None] = self.go_on
         self.due: dict[int, dict[int, Tensor]] = {}  # where the loss of a micro-batch is put, one dictionary per push
         loop.worker.report = self._arrived
+        _, weights = loop.worker.outside
+        weights.owed = self._owes
 
     def push(self, first: int, batches: Sequence[Batch], options: Options) -> Read:
         mbs = range(first, first + len(batches))
@@ -35,7 +37,6 @@ class TickLoop(EventLoop):
         # if the last push was waited for, this one will be: then its first forwards may as well go on to the last stage
         few = len(batches) <= FEW and loop.worker.residence.joins  # weights in a store would come for each of them
         loop.order.in_turn = loop.order.apart = loop.awaited and few
-        loop.awaited = False
         try:
             self.loop.push(batches, options)
         except Dropped:
@@ -62,6 +63,10 @@ class TickLoop(EventLoop):
         """Do remaining work until `done` says so."""
         with self.as_pushed():
             self.loop.reach(done)
+
+    def _owes(self) -> bool:
+        """Whether work may be left of earlier pushes, which nobody has waited for."""
+        return not (self.loop.awaited or self.loop.order.empty)
 
     def _arrived(self, mb: int, loss: Tensor) -> None:
         self.due.pop(mb)[mb] = loss

@@ -8,18 +8,25 @@ back.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Callable, Iterable
 from operator import is_
 
 from pipeback.private import keep_versions
 from pipeback.stages.stage import Stage
 
+OWED = (
+    "a weight or a buffer was written into while work of earlier pushes was left, which runs on the new values; call "
+    "pipe.wait() before it is written into, so that they hold from the next push on"
+)
+
 
 class WeightWriteWatch:
-    """Watches the parameters and buffers of these stages."""
+    """Watches the parameters and buffers of these stages. owed: whether work is left of earlier pushes."""
 
     def __init__(self, stages: Iterable[Stage]) -> None:
         self._stages = list(stages)
+        self.owed: Callable[[], bool] = lambda: False
         for stage in self._stages:
             stage.masters.adopt()
         modules = [m for stage in self._stages for m in stage.module.modules()]
@@ -30,6 +37,8 @@ class WeightWriteWatch:
     def look(self) -> None:
         """Before operations: copy to the masters what was written since `remember`, and put the counters back."""
         if [t._version for t in self._tensors] != self._seen:
+            if self.owed():
+                warnings.warn(OWED, stacklevel=9)
             slots = [stage.home.slot for stage in self._stages if stage.home.slot is not None]
             for stage in self._stages:
                 stage.masters.adopt()

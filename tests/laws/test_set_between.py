@@ -1,5 +1,6 @@
 """Law: what a forward goes by in attributes of its modules, whoever sets it between pushes, holds from then on."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +8,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from tests.laws.cases import data, pipeline
+from pipeback import Pipeline
+from tests.laws.cases import data, network, pipeline, weights
 
 GAIN, TABLE = 1.25, {"by": 1.0}
 
@@ -206,3 +208,28 @@ def test_a_form_that_comes_first_while_layers_are_frozen(method, options):
     pipe.drain()
     for (name, p), q in zip(made.named_parameters(), plain.parameters(), strict=True):
         torch.testing.assert_close(p, q, rtol=0 if not options else 1e-12, atol=0 if not options else 1e-12, msg=name)
+
+
+@pytest.mark.filterwarnings("error:a weight or a buffer was written into")
+@pytest.mark.parametrize("waits", [Pipeline.wait, None], ids=["wait", "read"])
+def test_weights_written_into_in_place(waits):
+    """Stages that run as one warn where work of earlier pushes was left, which runs on the new values."""
+    found = []
+    for options in ({}, {"vectorize": True}):
+        model = network(5, dtype=torch.float64)
+        pipe = pipeline(model, "pb", **options)
+        for x, y in data(8, samples=4, dtype=torch.float64):
+            loss = pipe.push(x, y)
+            waits(pipe) if waits else float(loss)
+            with torch.no_grad():
+                model[2][0].weight.mul_(0.9)
+        pipe.push(x, y)
+        pipe.drain()
+        found.append(weights(pipe))
+        pipe.push(x, y)
+        with torch.no_grad():
+            model[2][0].weight.mul_(0.9)
+        with pytest.warns(match=r"call pipe\.wait\(\) before it is written into") if options else nullcontext():
+            pipe.push(x, y)
+        pipe.close()
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
