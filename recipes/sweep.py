@@ -39,7 +39,8 @@ from pipeback.recipes.report import console as report_console
 from pipeback.recipes.run_checks import check_runs, check_words, unlogged
 from pipeback.recipes.schemas import Sweep, check
 from pipeback.recipes.sweeps import table
-from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, axes, combinations, folder, plain, planned, rates_of
+from pipeback.recipes.sweeps.jobs import RATE, Job, axes, combinations, folder, plain, planned, rates_of
+from pipeback.recipes.sweeps.places import shortened
 from pipeback.recipes.train import as_yaml, batches_of, quiet, task_of, trainer_of
 from pipeback.recipes.work import resume
 
@@ -163,7 +164,7 @@ def _several(values: Mapping[str, Any]) -> bool:
 
 def public(word: str) -> str:
     """A word of the command without folders of this machine: data.root=/home/me/data -> data.root=data."""
-    return PLACE.sub(r"\1", OWN_PLACE.sub(r"\1\2", word))
+    return shortened(OWN_PLACE.sub(r"\1\2", word))
 
 
 def main() -> None:

@@ -28,7 +28,6 @@ OWN = {  # options that a sweep sets for each run, and what to give instead
     "rates": "use rates= beside vary=",
     **dict.fromkeys(("label", "out", "name", "ckpt_path", "vary", "jobs", "reference"), "leave it out of vary="),
 }
-PLACE = re.compile(r"(?<![\w.-])~?/(?:[^\s,:\[\]{}/]+/)*([^\s,:\[\]{}/]+)/?")  # a folder of this machine, and its name
 
 
 class Job(NamedTuple):
