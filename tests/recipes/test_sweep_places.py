@@ -1,4 +1,4 @@
-"""Sweeps over folders: lines of a file and references are told apart by as many parts of a path as that takes."""
+"""Places of a sweep: folders among its options are told apart, by as many parts as that takes, and so are its runs."""
 
 import json
 import math
@@ -10,7 +10,7 @@ pytest.importorskip("hydra")
 pytest.importorskip("lightning")
 
 from pipeback.recipes.sweeps import table
-from pipeback.recipes.sweeps.jobs import Job
+from pipeback.recipes.sweeps.jobs import Job, folder, planned
 from pipeback.recipes.sweeps.places import named, shortened
 
 
@@ -72,3 +72,41 @@ def test_folders_of_this_machine_are_no_others(tmp_path):
     for root, slow in ((f"{tmp_path}/v2/digits", math.nan), (f"{tmp_path}/v1/digits", 1.0), ("/far/digits", 1.0)):
         job = run(tmp_path / "second" / root.replace("/", "_"), root, "pb")
         assert table.rows_of([job], str(tmp_path / "first"))[0].slow_down == pytest.approx(slow, nan_ok=True)
+
+
+@pytest.mark.parametrize(
+    ("key", "values", "names"),
+    [
+        ("optimizer.lr", [0.1, 0.1000001, 0.1000002], ["sgd-lr0.1-seed0", "sgd-lr0.1-seed0-2", "sgd-lr0.1-seed0-3"]),
+        ("data.root", ["d/a", "d_a"], ["sgd-rootd_a-seed0", "sgd-rootd_a-seed0-2"]),
+        ("validate_every", [1, 1.0], ["sgd-validate_every1-seed0", "sgd-validate_every1-seed0-2"]),
+        ("validate_every", [1, 2], ["sgd-validate_every1-seed0", "sgd-validate_every2-seed0"]),
+    ],
+)
+def test_runs_whose_folders_are_spelt_alike_have_one_each(key, values, names, tmp_path):
+    """Whichever of them have begun when the command is given again."""
+
+    def compose(label, varied, seed, home=None):
+        told = {"label": label, "seed": seed, **varied, "out": str(home or tmp_path / folder(label, varied, seed))}
+        return told, json.dumps(told)
+
+    def plan(values):
+        return planned({"sgd": [{key: value} for value in values]}, [0], compose)
+
+    jobs = plan(values)
+    assert [job.out.name for job in jobs] == [Path(job.values["out"]).name for job in jobs] == names
+    for n, job in enumerate(jobs):
+        job.out.mkdir()
+        (job.out / "config.yaml").write_text(json.dumps(job.values))
+        (job.out / "progress.json").write_text('{"state": "finished"}')
+        again = plan(values)
+        assert [job.out.name for job in again] == names and [job.done for job in again].count(True) == n + 1
+    assert [(job.out.name, job.done) for job in plan(values[::-1])] == [(name, True) for name in names[::-1]]
+
+
+def test_choices_of_one_configuration_are_one_run(tmp_path):
+    def compose(label, varied, seed, home=None):
+        told = {"lr": float(varied["optimizer.lr"]), "out": str(home or tmp_path / folder(label, varied, seed))}
+        return told, json.dumps(told)
+
+    assert len(planned({"sgd": [{"optimizer.lr": 1}, {"optimizer.lr": 1.0}]}, [0], compose)) == 1
