@@ -32,7 +32,7 @@ from pipeback.counts import counted
 from pipeback.recipes import build, forks
 from pipeback.recipes.command import literal, mistakes, ordered, quoted, start
 from pipeback.recipes.interrupts import follow, stoppable
-from pipeback.recipes.live import Live, state
+from pipeback.recipes.live import Live, broken
 from pipeback.recipes.method_entries import labels_of
 from pipeback.recipes.report import console as report_console
 from pipeback.recipes.report import report
@@ -156,11 +156,11 @@ def compare(
                 raise SystemExit("pipeback compare: a process died (out of memory?); try jobs=1") from error
     console.print(f"{counted(len(todo), 'run')} in {time.perf_counter() - began:.0f} s\n", highlight=False)
     sys.argv[1:] = words  # as typed, for the report
-    failed = [run for run in runs if state(run.out).get("state") == "failed"]
-    if len(failed) < len(runs):
-        report([*(run.out for run in runs if run not in failed), *others], out / "report.html", console)
-    if failed:
-        sys.exit("\n".join(f"{run.label}, seed {run.seed} failed; {run.out / 'log.txt'} tells how" for run in failed))
+    said = broken({run.out: f"{run.label}, seed {run.seed}" for run in runs})
+    if len(said) < len(runs):
+        report([*(run.out for run in runs if run.out not in said), *others], out / "report.html", console)
+    if said:
+        sys.exit("\n".join(said.values()))
 
 
 def main() -> None:

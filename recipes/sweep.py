@@ -32,7 +32,7 @@ from pipeback.recipes import build, forks
 from pipeback.recipes.command import literal, mistakes, quoted, start, suggestion
 from pipeback.recipes.compare import ALL
 from pipeback.recipes.interrupts import follow, stoppable
-from pipeback.recipes.live import Live, state
+from pipeback.recipes.live import Live, broken
 from pipeback.recipes.method_entries import labels_of, typed
 from pipeback.recipes.provenance import provenance
 from pipeback.recipes.report import console as report_console
@@ -153,8 +153,8 @@ def sweep(jobs: Sequence[Job], config: Mapping[str, Any], words: Sequence[str], 
             write()
     write()
     console.print(f"{counted(len(todo), 'run')} in {time.perf_counter() - began:.0f} s; {file}", highlight=False)
-    if failed := [job for job in jobs if state(job.out).get("state") == "failed"]:
-        sys.exit("\n".join(f"{job.out.name} failed; {job.out / 'log.txt'} tells how" for job in failed))
+    if said := broken({job.out: job.out.name for job in jobs}):
+        sys.exit("\n".join(said.values()))
 
 
 def _several(values: Mapping[str, Any]) -> bool:
