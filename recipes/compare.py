@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import dropwhile
@@ -31,6 +31,7 @@ from rich.console import Console
 from pipeback.counts import counted
 from pipeback.recipes import build, forks
 from pipeback.recipes.command import literal, mistakes, ordered, quoted, start
+from pipeback.recipes.folder_lock import locked
 from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, broken
 from pipeback.recipes.method_entries import labels_of
@@ -172,6 +173,7 @@ def main() -> None:
             quiet()
             config = check(settings, Compare)
             check_runs(config, offline=True)
+            held.enter_context(locked(Path(config["out"])))
             given = train_words(list(HydraConfig.get().overrides.task), Path(config["out"]))
             runs = plan(config, given)
             others = beside(Path(config["out"]), runs, partial(text, given))
@@ -184,7 +186,8 @@ def main() -> None:
             )
         check_words(words)
     sys.argv[1:] = words
-    with stoppable("pipeback compare: stopped. The same command goes on: finished runs are taken over"):
+    said = "pipeback compare: stopped. The same command goes on: finished runs are taken over"
+    with stoppable(said), ExitStack() as held:
         start("compare", task)
         for runs, others, config, given in planned:  # empty if Hydra was asked for something else (--help, --cfg job)
             with mistakes("compare"):

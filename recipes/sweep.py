@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from pipeback.counts import counted
 from pipeback.recipes import build, forks
 from pipeback.recipes.command import literal, mistakes, quoted, start, suggestion
 from pipeback.recipes.compare import ALL
+from pipeback.recipes.folder_lock import locked
 from pipeback.recipes.interrupts import follow, stoppable
 from pipeback.recipes.live import Live, broken
 from pipeback.recipes.method_entries import labels_of, typed
@@ -176,6 +178,7 @@ def main() -> None:
             quiet()
             config = check(settings, Sweep)
             check_runs(config)
+            held.enter_context(locked(Path(config["out"])))
             given = [word for word in HydraConfig.get().overrides.task if not OWN.match(word)]
             callbacks = [] if any(word.startswith("callbacks=") for word in given) else ["callbacks=sweep"]
             found.append((plan(config, [*given, *callbacks]), config))
@@ -185,7 +188,7 @@ def main() -> None:
             raise ValueError(f"{swept[0]}: it sweeps methods=[...] x rates=[...] x vary={{...}} x seeds=")
         check_words(words)
     given, sys.argv[1:] = sys.argv[1:], words
-    with stoppable("pipeback sweep: stopped. The same command goes on where each run was"):
+    with stoppable("pipeback sweep: stopped. The same command goes on where each run was"), ExitStack() as held:
         start("sweep", task)
         for jobs, config in found:  # empty if Hydra was asked for something else (--help, --cfg job)
             console = report_console()

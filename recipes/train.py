@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
 from pipeback.recipes.facts import facts_of
 from pipeback.recipes.first_call import split_of
+from pipeback.recipes.folder_lock import locked
 from pipeback.recipes.interrupts import ending
 from pipeback.recipes.job_folders import folder_for_each
 from pipeback.recipes.live import redraws
@@ -70,22 +72,22 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
     facts = facts_of(config, trainer, task, data, size, hyperparameters, split)
 
     out = Path(config["out"])
-    if trainer.is_global_zero:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(as_yaml(config))
-    begin(trainer.loggers, facts, config["ckpt_path"])
-    say(
-        f"{facts['method']}: {counted(facts['stages'], 'stage')}, D = {facts['delays'][0]} at stage 0, seed "
-        f"{facts['seed']}"
-    )
-    say(f"update size {facts['update_size']}: {facts['optimizer']}")
-    if isinstance(trainer.strategy, PipelineStrategy):
-        trainer.strategy.tell = tell
-    try:
-        trainer.fit(task, datamodule=data, ckpt_path=config["ckpt_path"])
-        found = outcome(trainer, task, data, measure)
-    finally:
-        end(trainer.loggers)
+    with locked(out) if trainer.is_global_zero else nullcontext():
+        if trainer.is_global_zero:
+            (out / "config.yaml").write_text(as_yaml(config))
+        begin(trainer.loggers, facts, config["ckpt_path"])
+        say(
+            f"{facts['method']}: {counted(facts['stages'], 'stage')}, D = {facts['delays'][0]} at stage 0, seed "
+            f"{facts['seed']}"
+        )
+        say(f"update size {facts['update_size']}: {facts['optimizer']}")
+        if isinstance(trainer.strategy, PipelineStrategy):
+            trainer.strategy.tell = tell
+        try:
+            trainer.fit(task, datamodule=data, ckpt_path=config["ckpt_path"])
+            found = outcome(trainer, task, data, measure)
+        finally:
+            end(trainer.loggers)
     if found["diverged"]:
         say(f"diverged after {counted(measure.samples, 'sample')}")
     else:
