@@ -90,6 +90,11 @@ class Sweep(Train):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ckpt_path is not None:
+            raise ValueError(
+                f"ckpt_path={self.ckpt_path} is of one run, and each run of a sweep goes on from its own last "
+                "checkpoint when the same command is given again; leave ckpt_path= out (ckpt_path=null)"
+            )
         at_least_one("seeds", self.seeds)
         at_least_one("jobs", self.jobs)
 
@@ -127,7 +132,7 @@ OURS: dict[str, list[tuple[str, Any]]] = {
 
 def check(config: DictConfig, options: type[Train] = Train) -> dict[str, Any]:
     """Return the config as plain values of the right types. Raises ValueError, which says what was probably meant."""
-    values = typed(options, config, "")
+    values = typed(options, texts(options, config), "")
     OmegaConf.to_object(values)  # this runs __post_init__
     found = OmegaConf.to_container(values, resolve=True)
     assert isinstance(found, dict)
@@ -139,6 +144,15 @@ def check(config: DictConfig, options: type[Train] = Train) -> dict[str, Any]:
             at_least_one(f"data.{name}", number)
     check_sparsity_reaches(result["trainer"], result["sparsity"])
     return result
+
+
+def texts(options: type, config: DictConfig) -> DictConfig:
+    """The config with the options that are texts as such, out=5 too, also where others refer to them."""
+    found = config.copy()
+    for name in [f.name for f in fields(options) if f.type in (str, "str")]:
+        if not OmegaConf.is_interpolation(found, name) and isinstance(value := found.get(name), int | float):
+            found[name] = str(value)
+    return found
 
 
 def expanded(value: Any) -> Any:

@@ -99,3 +99,18 @@ def test_ctrl_c_says_how_to_go_on_and_a_checkpoint_of_another_model_does_not_fit
     done = pipeback("train", *TINY, "model.depth=3", word, "out=other", "logger=none", cwd=tmp_path)
     assert done.returncode == 2 and f"{word} does not fit: give the options of its run" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", ["5", "1e3", "0.50"])
+def test_a_folder_may_be_called_by_a_number(number, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(train, "run", lambda values, say: seen.append(values))
+    done = pipeback("train", *TINY, f"out={number}", "label=7", cwd=tmp_path)
+    assert done.returncode == 0 and f"`pipeback report {number}` shows it" in done.stdout, done.stderr
+    assert (seen[0]["out"], seen[0]["logger"]["csv"]["save_dir"], seen[0]["label"]) == (number, number, "7")
+
+
+def test_a_sweep_goes_on_from_no_checkpoint_of_another(tmp_path):
+    done = pipeback("sweep", *TINY, "methods=[sgd]", "ckpt_path=last.ckpt", cwd=tmp_path)
+    assert done.returncode == 2 and "leave ckpt_path= out" in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == []
