@@ -30,10 +30,10 @@ ENDS = ("finished", "diverged", "failed", "stopped")
 
 
 def state(folder: Path) -> dict[str, Any]:
-    """Return the last progress that a run has written; {} before it has begun."""
+    """Return the last progress that a run has written; {} before it has begun, or if a power cut left no whole file."""
     try:
         return json.loads((folder / "progress.json").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return {}
 
 

@@ -204,10 +204,21 @@ def entry(group: str, options: Any) -> dict[str, Any]:
     made = signature_of(group, options["name"])
     found = OmegaConf.to_container(typed(made, rest, f"{group}."), resolve=True) if made else dict(options)
     assert isinstance(found, dict)
+    if made and group in ("data", "model", "task"):  # elsewhere null stands for the default
+        check_nulls(group, options, inspect.signature(named(group, options["name"])).parameters)
     for name, value in found.items() if group == "model" else ():
         if type(value) is int and value < (least := int(name != "depth")):
             raise ValueError(f"model.{name!s} must be a whole number of at least {least}, but is {value}")
     return {"name": options["name"], **{str(k): v for k, v in found.items() if k in options and k != "name"}}
+
+
+def check_nulls(group: str, options: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Raise ValueError for an option of the entry that is null, and must be a number, a text, true or false."""
+    for name, each in parameters.items():
+        plain = each.annotation in PLAIN or getattr(each.annotation, "__name__", "") in PLAIN
+        if plain and each.default is not None and options.get(name, each.default) is None:
+            default = "" if each.default is each.empty else f", for example {group}.{name}={each.default}"
+            raise ValueError(f"{group}.{name} must not be null; give a value{default}")
 
 
 def typed(options: type, given: DictConfig, prefix: str) -> DictConfig:

@@ -47,6 +47,7 @@ from pipeback.recipes.job_folders import folder_for_each
 from pipeback.recipes.live import redraws
 from pipeback.recipes.logs import begin, end
 from pipeback.recipes.resident import resident
+from pipeback.recipes.run_checks import check_interval
 from pipeback.recipes.schemas import check
 from pipeback.splitting.split import Split
 from pipeback.tensors.meta import absent
@@ -166,6 +167,7 @@ def batches_of(trainer: Trainer, data: LightningDataModule, batch_size: int) -> 
         return partial(getattr, trainer, "estimated_stepping_batches")
     loaded, limit = math.ceil(build.epoch_samples(data, batch_size) / batch_size), trainer.limit_train_batches
     loaded = min(loaded, limit) if isinstance(limit, int) else int(loaded * (1.0 if limit is None else limit))
+    check_interval(trainer, loaded)
     total = math.ceil(loaded / trainer.accumulate_grad_batches) * max(trainer.max_epochs or 1, 1)
     return partial(float, total if trainer.max_steps == -1 else min(total, trainer.max_steps))
 

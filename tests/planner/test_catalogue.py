@@ -26,8 +26,8 @@ def test_units():
     assert device("WSE-2").intensity == 50_000 and device("CS-2-75PF").intensity == 500_000
 
 
-def own(scale_out=Link(5e10), **options):
-    return Device("mine", 1e15, 1e11, 2e12, Link(5e10), Link(4e11), scale_out, **options)
+def own(scale_out=5e10, **options):
+    return Device("mine", 1e15, 1e11, 2e12, Link(5e10), Link(4e11), Link(scale_out), **options)
 
 
 def test_clusters():
@@ -69,7 +69,7 @@ def test_a_model_by_numbers():
     (lambda: devices("8xA100", link="0GB/s"), "link='0GB/s' is no speed above 0"),
     (lambda: devices("8xA100", link=-1), "link=-1 is no speed above 0"),
     (lambda: own(host_memory=-1.0), "device mine: host_memory must be at least 0, but is -1.0"),
-    (lambda: own(scale_out=Link(0.0)), "device mine: scale_out must be above 0 B/s, but is 0.0"),
+    (lambda: own(scale_out=0.0), "device mine: scale_out must be above 0 B/s, but is 0.0"),
     (lambda: technique("piperdream"), "there is no method 'piperdream'; did you mean 'pipedream'?"),
     (lambda: Model.named("gtp:13b"), "there is no family of models 'gtp'; did you mean 'gpt'?"),
     (lambda: Model.named("gpt:14b"), "there is no gpt: '14b'; did you mean"),
