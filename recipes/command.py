@@ -35,6 +35,7 @@ TRACEBACK = "HYDRA_FULL_ERROR"  # if the user sets it to 1, Hydra and these comm
 ONE_LINE = "PIPEBACK_ONE_LINE"  # set if these commands set the other one, and not the user
 MISTAKES = (ValueError, TypeError, CompactHydraException, OmegaConfBaseException, yaml.YAMLError)
 UNLOADED = "Error(s) in loading state_dict", "PytorchStreamReader failed"  # what torch says of a checkpoint
+NUMBER = re.compile(r"[+-]?[\d._]+(?:[eE][+-]?\d+)?")
 LIBRARY = re.compile(r'(?:method=)?pipeback\.methods\.create\("lwp", form="weight"\)')  # method=lwp_w of a command
 
 
@@ -113,6 +114,8 @@ def quoted(word: str) -> str:
     What stands in brackets, braces or quotes is left as it is, and values between commas are quoted one by one.
     """
     key, equals, value = word.partition("=")
+    if key == "out" and NUMBER.fullmatch(value):
+        return f"{key}='{value}'"  # a folder, 1e3 too, which would be 1000.0
     if not equals or key.startswith("-") or value[:1] in tuple("'\"[{") or read(word):
         return word
     found = f"{key}={','.join(part if read(f'{key}={part}') else literal(part.strip()) for part in value.split(','))}"

@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Mapping
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from importlib.util import find_spec
 from itertools import dropwhile
@@ -31,8 +31,9 @@ from rich.console import Console
 from pipeback.counts import counted
 from pipeback.recipes import build, forks
 from pipeback.recipes.command import literal, mistakes, ordered, quoted, start
+from pipeback.recipes.folder_lock import locked
 from pipeback.recipes.interrupts import follow, stoppable
-from pipeback.recipes.live import Live, state
+from pipeback.recipes.live import Live, broken
 from pipeback.recipes.method_entries import labels_of
 from pipeback.recipes.report import console as report_console
 from pipeback.recipes.report import report
@@ -156,11 +157,11 @@ def compare(
                 raise SystemExit("pipeback compare: a process died (out of memory?); try jobs=1") from error
     console.print(f"{counted(len(todo), 'run')} in {time.perf_counter() - began:.0f} s\n", highlight=False)
     sys.argv[1:] = words  # as typed, for the report
-    failed = [run for run in runs if state(run.out).get("state") == "failed"]
-    if len(failed) < len(runs):
-        report([*(run.out for run in runs if run not in failed), *others], out / "report.html", console)
-    if failed:
-        sys.exit("\n".join(f"{run.label}, seed {run.seed} failed; {run.out / 'log.txt'} tells how" for run in failed))
+    said = broken({run.out: f"{run.label}, seed {run.seed}" for run in runs})
+    if len(said) < len(runs):
+        report([*(run.out for run in runs if run.out not in said), *others], out / "report.html", console)
+    if said:
+        sys.exit("\n".join(said.values()))
 
 
 def main() -> None:
@@ -172,6 +173,7 @@ def main() -> None:
             quiet()
             config = check(settings, Compare)
             check_runs(config, offline=True)
+            held.enter_context(locked(Path(config["out"])))
             given = train_words(list(HydraConfig.get().overrides.task), Path(config["out"]))
             runs = plan(config, given)
             others = beside(Path(config["out"]), runs, partial(text, given))
@@ -184,7 +186,8 @@ def main() -> None:
             )
         check_words(words)
     sys.argv[1:] = words
-    with stoppable("pipeback compare: stopped. The same command goes on: finished runs are taken over"):
+    said = "pipeback compare: stopped. The same command goes on: finished runs are taken over"
+    with stoppable(said), ExitStack() as held:
         start("compare", task)
         for runs, others, config, given in planned:  # empty if Hydra was asked for something else (--help, --cfg job)
             with mistakes("compare"):

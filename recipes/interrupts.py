@@ -11,6 +11,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+from lightning.pytorch.utilities.exceptions import SIGTERMException
+
 SECONDS = 3.0  # for what is under way to end by itself
 SIGNALS = signal.SIGINT, signal.SIGTERM
 
@@ -51,14 +53,22 @@ def stoppable(said: str) -> Iterator[None]:
 
 @contextmanager
 def ending(say: Callable[[], str]) -> Iterator[None]:
-    """A context in which Ctrl-C ends the process with 130 and what `say` returns; for Lightning, which ends with 1."""
+    """A context in which Ctrl-C ends the process with 130, SIGTERM with 143, and both with what `say` returns.
+
+    For Lightning, which ends with 1 at Ctrl-C and with 0 at SIGTERM.
+    """
     try:
         yield
     except (KeyboardInterrupt, SystemExit) as error:
-        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
+        if not (interrupted(error) or isinstance(error, SIGTERMException)):
             raise
         print(f"\n{say()}", file=sys.stderr, flush=True)
-        raise SystemExit(128 + signal.SIGINT) from None
+        raise SystemExit(128 + (signal.SIGINT if interrupted(error) else signal.SIGTERM)) from None
+
+
+def interrupted(error: BaseException) -> bool:
+    """Whether an error is that of Ctrl-C, or what Lightning makes of it."""
+    return isinstance(error, KeyboardInterrupt) or isinstance(error.__context__, KeyboardInterrupt)
 
 
 def follow(parent: int) -> None:

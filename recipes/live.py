@@ -26,15 +26,22 @@ from pipeback.recipes.callbacks import written
 
 COLUMNS = (TextColumn("{task.description}"), BarColumn(bar_width=30), MofNCompleteColumn(),
            TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TimeRemainingColumn())  # fmt: skip
-ENDS = ("finished", "diverged", "failed")
+ENDS = ("finished", "diverged", "failed", "stopped")
 
 
 def state(folder: Path) -> dict[str, Any]:
-    """Return the last progress that a run has written; {} before it has begun."""
+    """Return the last progress that a run has written; {} before it has begun, or if a power cut left no whole file."""
     try:
         return json.loads((folder / "progress.json").read_text())
-    except FileNotFoundError:
+    except (FileNotFoundError, ValueError):
         return {}
+
+
+def broken(runs: Mapping[Path, str]) -> dict[Path, str]:
+    """What to say of the runs that have failed or were stopped. runs: folder -> name of the run."""
+    how = {"failed": "failed; {} tells how", "stopped": "was stopped; {} tells how, and the same command goes on"}
+    told = {out: how.get(state(out).get("state", "")) for out in runs}
+    return {out: f"{runs[out]} {text.format(out / 'log.txt')}" for out, text in told.items() if text}
 
 
 def redraws() -> bool:
@@ -90,5 +97,6 @@ class Live:
         self.progress.advance(self.all)
         told = "   ".join(written(k, v) for k, v in found.get("measures", {}).items())
         rate = f"   {found['samples_per_second']:5,.0f} samples/s" if found.get("samples_per_second") else ""
-        end = {"finished": told + rate, "diverged": "[red]diverged", "failed": f"[red]failed: {found.get('error')}"}
+        failed = f"[red]failed: {found.get('error')}"
+        end = {"finished": told + rate, "diverged": "[red]diverged", "failed": failed, "stopped": "[red]stopped"}
         self.console.print(f"  {name:<32} {end[found['state']]}", highlight=False, soft_wrap=True)

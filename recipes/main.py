@@ -7,7 +7,7 @@ import sys
 from difflib import get_close_matches
 
 import pipeback
-from pipeback.recipes import forks
+from pipeback.recipes import forks, unshown
 
 COMMANDS = {
     "train": "train one method and watch it, or sweep:   pipeback train method=cerebras",
@@ -42,6 +42,7 @@ def main(argv: list[str] | None = None) -> None:
         hint = f"; did you mean {near[0]!r}?" if near else ""
         sys.exit(f"pipeback: unknown command {command!r}{hint}\n\n{usage()}")
     sys.argv = [f"pipeback {command}", *rest]
+    unshown.replaced()
     if command in ("compare", "sweep") and not {"jobs=1", "--help", "-h"} & {*rest}:
         forks.begin()
     try:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lightning.pytorch import Trainer
+
 from pipeback.counts import counted
 
 
@@ -30,6 +32,16 @@ def check_runs(config: Mapping[str, Any], offline: bool = False) -> None:
         raise ValueError(
             "logger= leaves no file that is read afterwards, as metrics.csv is, which a CSVLogger writes; choose "
             "logger=csv, or logger=both, with W&B"
+        )
+
+
+def check_interval(trainer: Trainer, batches: int) -> None:
+    """Raise ValueError if an epoch has fewer batches than a validation is to follow, which Lightning does not take."""
+    every = trainer.val_check_interval
+    if isinstance(every, int) and trainer.check_val_every_n_epoch is not None and 0 < batches < every:
+        raise ValueError(
+            f"validate_every={every} (trainer.val_check_interval) is more than the {counted(batches, 'batch')} of an "
+            f"epoch; give validate_every={batches} or less, or a fraction of an epoch, as validate_every=1.0"
         )
 
 

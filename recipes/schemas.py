@@ -90,6 +90,11 @@ class Sweep(Train):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.ckpt_path is not None:
+            raise ValueError(
+                f"ckpt_path={self.ckpt_path} is of one run, and each run of a sweep goes on from its own last "
+                "checkpoint when the same command is given again; leave ckpt_path= out (ckpt_path=null)"
+            )
         at_least_one("seeds", self.seeds)
         at_least_one("jobs", self.jobs)
 
@@ -127,7 +132,7 @@ OURS: dict[str, list[tuple[str, Any]]] = {
 
 def check(config: DictConfig, options: type[Train] = Train) -> dict[str, Any]:
     """Return the config as plain values of the right types. Raises ValueError, which says what was probably meant."""
-    values = typed(options, config, "")
+    values = typed(options, texts(options, config), "")
     OmegaConf.to_object(values)  # this runs __post_init__
     found = OmegaConf.to_container(values, resolve=True)
     assert isinstance(found, dict)
@@ -139,6 +144,15 @@ def check(config: DictConfig, options: type[Train] = Train) -> dict[str, Any]:
             at_least_one(f"data.{name}", number)
     check_sparsity_reaches(result["trainer"], result["sparsity"])
     return result
+
+
+def texts(options: type, config: DictConfig) -> DictConfig:
+    """The config with the options that are texts as such, out=5 too, also where others refer to them."""
+    found = config.copy()
+    for name in [f.name for f in fields(options) if f.type in (str, "str")]:
+        if not OmegaConf.is_interpolation(found, name) and isinstance(value := found.get(name), int | float):
+            found[name] = str(value)
+    return found
 
 
 def expanded(value: Any) -> Any:
@@ -190,10 +204,21 @@ def entry(group: str, options: Any) -> dict[str, Any]:
     made = signature_of(group, options["name"])
     found = OmegaConf.to_container(typed(made, rest, f"{group}."), resolve=True) if made else dict(options)
     assert isinstance(found, dict)
+    if made and group in ("data", "model", "task"):  # elsewhere null stands for the default
+        check_nulls(group, options, inspect.signature(named(group, options["name"])).parameters)
     for name, value in found.items() if group == "model" else ():
         if type(value) is int and value < (least := int(name != "depth")):
             raise ValueError(f"model.{name!s} must be a whole number of at least {least}, but is {value}")
     return {"name": options["name"], **{str(k): v for k, v in found.items() if k in options and k != "name"}}
+
+
+def check_nulls(group: str, options: Mapping[str, Any], parameters: Mapping[str, inspect.Parameter]) -> None:
+    """Raise ValueError for an option of the entry that is null, and must be a number, a text, true or false."""
+    for name, each in parameters.items():
+        plain = each.annotation in PLAIN or getattr(each.annotation, "__name__", "") in PLAIN
+        if plain and each.default is not None and options.get(name, each.default) is None:
+            default = "" if each.default is each.empty else f", for example {group}.{name}={each.default}"
+            raise ValueError(f"{group}.{name} must not be null; give a value{default}")
 
 
 def typed(options: type, given: DictConfig, prefix: str) -> DictConfig:

@@ -19,6 +19,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -31,15 +32,17 @@ from pipeback.counts import counted
 from pipeback.recipes import build, forks
 from pipeback.recipes.command import literal, mistakes, quoted, start, suggestion
 from pipeback.recipes.compare import ALL
+from pipeback.recipes.folder_lock import locked
 from pipeback.recipes.interrupts import follow, stoppable
-from pipeback.recipes.live import Live, state
+from pipeback.recipes.live import Live, broken
 from pipeback.recipes.method_entries import labels_of, typed
 from pipeback.recipes.provenance import provenance
 from pipeback.recipes.report import console as report_console
 from pipeback.recipes.run_checks import check_runs, check_words, unlogged
 from pipeback.recipes.schemas import Sweep, check
 from pipeback.recipes.sweeps import table
-from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, axes, combinations, folder, plain, planned, rates_of
+from pipeback.recipes.sweeps.jobs import RATE, Job, axes, combinations, folder, plain, planned, rates_of
+from pipeback.recipes.sweeps.places import shortened
 from pipeback.recipes.train import as_yaml, batches_of, quiet, task_of, trainer_of
 from pipeback.recipes.work import resume
 
@@ -152,8 +155,8 @@ def sweep(jobs: Sequence[Job], config: Mapping[str, Any], words: Sequence[str], 
             write()
     write()
     console.print(f"{counted(len(todo), 'run')} in {time.perf_counter() - began:.0f} s; {file}", highlight=False)
-    if failed := [job for job in jobs if state(job.out).get("state") == "failed"]:
-        sys.exit("\n".join(f"{job.out.name} failed; {job.out / 'log.txt'} tells how" for job in failed))
+    if said := broken({job.out: job.out.name for job in jobs}):
+        sys.exit("\n".join(said.values()))
 
 
 def _several(values: Mapping[str, Any]) -> bool:
@@ -163,7 +166,7 @@ def _several(values: Mapping[str, Any]) -> bool:
 
 def public(word: str) -> str:
     """A word of the command without folders of this machine: data.root=/home/me/data -> data.root=data."""
-    return PLACE.sub(r"\1", OWN_PLACE.sub(r"\1\2", word))
+    return shortened(OWN_PLACE.sub(r"\1\2", word))
 
 
 def main() -> None:
@@ -175,6 +178,7 @@ def main() -> None:
             quiet()
             config = check(settings, Sweep)
             check_runs(config)
+            held.enter_context(locked(Path(config["out"])))
             given = [word for word in HydraConfig.get().overrides.task if not OWN.match(word)]
             callbacks = [] if any(word.startswith("callbacks=") for word in given) else ["callbacks=sweep"]
             found.append((plan(config, [*given, *callbacks]), config))
@@ -184,7 +188,7 @@ def main() -> None:
             raise ValueError(f"{swept[0]}: it sweeps methods=[...] x rates=[...] x vary={{...}} x seeds=")
         check_words(words)
     given, sys.argv[1:] = sys.argv[1:], words
-    with stoppable("pipeback sweep: stopped. The same command goes on where each run was"):
+    with stoppable("pipeback sweep: stopped. The same command goes on where each run was"), ExitStack() as held:
         start("sweep", task)
         for jobs, config in found:  # empty if Hydra was asked for something else (--help, --cfg job)
             console = report_console()

@@ -18,6 +18,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -40,11 +41,13 @@ from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
 from pipeback.recipes.facts import facts_of
 from pipeback.recipes.first_call import split_of
+from pipeback.recipes.folder_lock import locked
 from pipeback.recipes.interrupts import ending
 from pipeback.recipes.job_folders import folder_for_each
 from pipeback.recipes.live import redraws
 from pipeback.recipes.logs import begin, end
 from pipeback.recipes.resident import resident
+from pipeback.recipes.run_checks import check_interval
 from pipeback.recipes.schemas import check
 from pipeback.splitting.split import Split
 from pipeback.tensors.meta import absent
@@ -70,22 +73,22 @@ def run(config: Mapping[str, Any], more: Iterable[Callback] = (), say: Callable[
     facts = facts_of(config, trainer, task, data, size, hyperparameters, split)
 
     out = Path(config["out"])
-    if trainer.is_global_zero:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "config.yaml").write_text(as_yaml(config))
-    begin(trainer.loggers, facts, config["ckpt_path"])
-    say(
-        f"{facts['method']}: {counted(facts['stages'], 'stage')}, D = {facts['delays'][0]} at stage 0, seed "
-        f"{facts['seed']}"
-    )
-    say(f"update size {facts['update_size']}: {facts['optimizer']}")
-    if isinstance(trainer.strategy, PipelineStrategy):
-        trainer.strategy.tell = tell
-    try:
-        trainer.fit(task, datamodule=data, ckpt_path=config["ckpt_path"])
-        found = outcome(trainer, task, data, measure)
-    finally:
-        end(trainer.loggers)
+    with locked(out) if trainer.is_global_zero else nullcontext():
+        if trainer.is_global_zero:
+            (out / "config.yaml").write_text(as_yaml(config))
+        begin(trainer.loggers, facts, config["ckpt_path"])
+        say(
+            f"{facts['method']}: {counted(facts['stages'], 'stage')}, D = {facts['delays'][0]} at stage 0, seed "
+            f"{facts['seed']}"
+        )
+        say(f"update size {facts['update_size']}: {facts['optimizer']}")
+        if isinstance(trainer.strategy, PipelineStrategy):
+            trainer.strategy.tell = tell
+        try:
+            trainer.fit(task, datamodule=data, ckpt_path=config["ckpt_path"])
+            found = outcome(trainer, task, data, measure)
+        finally:
+            end(trainer.loggers)
     if found["diverged"]:
         say(f"diverged after {counted(measure.samples, 'sample')}")
     else:
@@ -164,6 +167,7 @@ def batches_of(trainer: Trainer, data: LightningDataModule, batch_size: int) -> 
         return partial(getattr, trainer, "estimated_stepping_batches")
     loaded, limit = math.ceil(build.epoch_samples(data, batch_size) / batch_size), trainer.limit_train_batches
     loaded = min(loaded, limit) if isinstance(limit, int) else int(loaded * (1.0 if limit is None else limit))
+    check_interval(trainer, loaded)
     total = math.ceil(loaded / trainer.accumulate_grad_batches) * max(trainer.max_epochs or 1, 1)
     return partial(float, total if trainer.max_steps == -1 else min(total, trainer.max_steps))
 

@@ -11,6 +11,7 @@ from typing import Any
 from pipeback.recipes import forks
 from pipeback.recipes.callbacks import ProgressFile, tell
 from pipeback.recipes.command import explained
+from pipeback.recipes.interrupts import interrupted
 from pipeback.recipes.live import state
 from pipeback.recipes.sweeps.jobs import last_checkpoint
 from pipeback.recipes.train import quiet, run
@@ -40,5 +41,10 @@ def work(values: dict[str, Any]) -> None:
         except Exception as error:
             traceback.print_exc()
             tell(file, state="failed", error=explained(error))
+        except SystemExit as error:  # Lightning's, if this process alone has heard SIGTERM
+            if interrupted(error):
+                raise
+            traceback.print_exc()
+            tell(file, state="stopped")
         else:
             tell(file, state="diverged" if found["diverged"] else "finished", **found)

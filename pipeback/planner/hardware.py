@@ -49,6 +49,13 @@ class Device:
         for name in ("flops", "memory", "memory_speed", "host_speed", "disk_read", "disk_write", "per_node"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"device {self.name}: {name} must be above 0, but is {getattr(self, name)!r}")
+        for link in ("host", "scale_up", "scale_out"):
+            if not getattr(self, link).speed > 0:
+                raise ValueError(
+                    f"device {self.name}: {link} must be above 0 B/s, but is {getattr(self, link).speed!r}"
+                )
+        if not self.host_memory >= 0:
+            raise ValueError(f"device {self.name}: host_memory must be at least 0, but is {self.host_memory!r}")
 
     @property
     def intensity(self) -> float:

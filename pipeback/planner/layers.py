@@ -17,6 +17,7 @@ Korthikanti et al., arXiv 2205.05198, section 4. A fused attention (FlashAttenti
 from __future__ import annotations
 
 from dataclasses import dataclass
+from numbers import Integral
 from typing import NamedTuple
 
 
@@ -70,8 +71,9 @@ class TransformerShape:
     def __post_init__(self) -> None:
         for name in ("layers", "width", "heads", "context", "vocabulary"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            if isinstance(value, bool) or not isinstance(value, Integral) or value < 1:
                 raise ValueError(f"{name} must be a whole number of at least 1, but is {value!r}")
+            object.__setattr__(self, name, int(value))  # of numpy, too
         if self.width % self.heads:
             divisors = [n for n in range(1, self.width + 1) if not self.width % n]
             near = min(divisors, key=lambda n: abs(n - self.heads))

@@ -18,13 +18,14 @@ def speed(name: str, text: str | float) -> float:
     >>> speed("link", "50 GB/s"), speed("link", "400Gb/s"), speed("link", 1e9)
     (50000000000.0, 50000000000.0, 1000000000.0)
     """
-    if not isinstance(text, str):
-        return float(text)
-    found = re.fullmatch(_NUMBER + r"([kKMGT]?)(b|B)(?:/s|ps)", text)
-    if found is None:
-        raise ValueError(f'{name}={text!r} is no speed; write bytes a second, such as "50 GB/s", or bits: "400 Gb/s"')
-    number = float(found[1].replace("_", "")) * _COUNTS[found[2].upper()]
-    return number / 8 if found[3] == "b" else number
+    number = 0.0 if isinstance(text, str) else float(text)
+    if isinstance(text, str) and (found := re.fullmatch(_NUMBER + r"([kKMGT]?)(b|B)(?:/s|ps)", text)) is not None:
+        number = float(found[1].replace("_", "")) * _COUNTS[found[2].upper()] / (8 if found[3] == "b" else 1)
+    if not 0 < number < inf:
+        raise ValueError(
+            f'{name}={text!r} is no speed above 0; write bytes a second, such as "50 GB/s", or bits: "400 Gb/s"'
+        )
+    return number
 
 
 def size(name: str, text: str | float) -> float:
@@ -45,15 +46,19 @@ def count(name: str, text: str | float) -> float:
     return number
 
 
-def cost(name: str, value: float) -> float:
+def cost(name: str, value: str | float) -> float:
     """Of a device per hour.
 
-    >>> cost("price", 2)
-    2.0
+    >>> cost("price", 2), cost("price", "2.5")
+    (2.0, 2.5)
     """
-    if not 0 <= value < inf:
+    try:
+        number = float(value)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number < inf:
         raise ValueError(f"{name}={value!r} is no cost; write a number of at least 0, for example {name}=2")
-    return float(value)
+    return number
 
 
 def whole(name: str, text: str | int, least: int = 1) -> int:

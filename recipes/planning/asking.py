@@ -16,7 +16,7 @@ from pipeback.planner.constants import constants
 from pipeback.planner.found import Found
 from pipeback.planner.hardware import Cluster, devices
 from pipeback.planner.loss import CRITICAL, Loss
-from pipeback.planner.quantities import count, duration, whole
+from pipeback.planner.quantities import cost, count, duration, whole
 from pipeback.planner.search import Question, question, within
 from pipeback.recipes.planning.listing import listed
 
@@ -106,7 +106,7 @@ def asked(typed: Words) -> tuple[Question, Cluster]:
         optimizer=values.get("optimizer", "adamw"), numbers=values.get("precision", "mixed"),
         target=loss(critical, values.get("calibrate")), fixed=fixed,
         using=constants(values["constants"]) if "constants" in values else None,
-        price=count("price", values["price"]) if "price" in values else 0.0,
+        price=cost("price", values.get("price", 0.0)),
     )  # fmt: skip
     return asking, devices(where, link=values.get("link"), host=values.get("host"))
 

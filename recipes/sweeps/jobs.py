@@ -1,13 +1,13 @@
 """Jobs: the runs of a sweep, and from where each goes on.
 
-A run goes to LABEL-OPTIONS-lrRATE-seedSEED. If another run lies there, it goes to …-2, -3, and so on. One of the same
-configuration is taken over if it is finished, and goes on from its last checkpoint if it was stopped or killed.
+A run goes to LABEL-OPTIONS-lrRATE-seedSEED. If another run lies there, or is to, it goes to …-2, -3, and so on. One of
+the same configuration is taken over if it is finished, and goes on from its last checkpoint if it was not.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from itertools import chain, count, product
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +28,6 @@ OWN = {  # options that a sweep sets for each run, and what to give instead
     "rates": "use rates= beside vary=",
     **dict.fromkeys(("label", "out", "name", "ckpt_path", "vary", "jobs", "reference"), "leave it out of vary="),
 }
-PLACE = re.compile(r"(?<![\w.-])~?/(?:[^\s,:\[\]{}/]+/)*([^\s,:\[\]{}/]+)/?")  # a folder of this machine, and its name
 
 
 class Job(NamedTuple):
@@ -115,25 +114,26 @@ def written(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def placed(home: Path, text: str) -> tuple[Path, bool]:
-    """The folder of a run whose configuration is `text`, and whether it is done there already."""
+def placed(home: Path, text: str, taken: Container[Path] = ()) -> tuple[Path, bool]:
+    """The folder of a run whose configuration is `text`, and whether it is done there already.
+
+    taken: folders of other runs that are planned, whether or not they have begun.
+    """
     for n in count(1):
         out = home if n == 1 else home.with_name(f"{home.name}-{n}")
+        if out in taken:
+            continue
         if not out.exists() or not any(out.iterdir()):
             return out, False
-        if alike(config_in(out), yaml.safe_load(text)):
+        if compared(config_in(out)) == compared(yaml.safe_load(text)):
             return out, state(out).get("state") in ("finished", "diverged")
     raise AssertionError
 
 
-def alike(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two configurations differ in nothing but the run's folder and the checkpoint that it goes on from."""
-
-    def compared(config: Mapping[str, Any]) -> str:
-        rest = {k: v for k, v in config.items() if k != "ckpt_path"}
-        return yaml.safe_dump(rest).replace(str(config.get("out")), "OUT")
-
-    return compared(one) == compared(other)
+def compared(config: Mapping[str, Any]) -> str:
+    """What configurations of one run have in common: all but its folder and the checkpoint that it goes on from."""
+    rest = {k: v for k, v in config.items() if k != "ckpt_path"}
+    return yaml.safe_dump(rest).replace(str(config.get("out")), "OUT")
 
 
 def last_checkpoint(out: Path) -> Path | None:
@@ -154,15 +154,20 @@ Compose = Callable[..., tuple[dict[str, Any], str]]  # (label, options, seed[, f
 def planned(options: Mapping[str, Sequence[dict[str, Any]]], seeds: Sequence[int], compose: Compose) -> list[Job]:
     """The runs: all of one seed before those of the next, so that every method is seen once as soon as possible.
 
-    options: the choices of every method, by its label.
+    options: the choices of every method, by its label. Choices that one configuration has, as 1 and 1.0, are one run;
+    of two runs whose folders would have one name, the second has the one with -2.
     """
-    found = []
+    found, taken, told = [], set[Path](), set[str]()
     every = list({str(varied): varied for choices in options.values() for varied in choices}.values())
     for seed, varied, label in product(seeds, every, options):
         if varied not in options[label]:
             continue
         values, text = compose(label, varied, seed)
-        out, done = placed(Path(values["out"]), text)
+        if (same := compared(yaml.safe_load(text))) in told:
+            continue
+        out, done = placed(Path(values["out"]), text, taken)
+        told.add(same)
+        taken.add(out)
         if str(out) != values["out"]:  # loggers and callbacks write there, too
             values, _ = compose(label, varied, seed, out)
         found.append(Job(label, varied, seed, out, done, values))

@@ -15,15 +15,17 @@ import csv
 import io
 import math
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import cache
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pipeback.recipes.live import state
 from pipeback.recipes.run_folders import config_in, facts_in
 from pipeback.recipes.sweeps.curves import SMOOTHED, Curve, curve, held_out, held_out_slow_down, slow_down
-from pipeback.recipes.sweeps.jobs import PLACE, RATE, Job, short
+from pipeback.recipes.sweeps.jobs import RATE, Job, short
+from pipeback.recipes.sweeps.places import here, named, parts_of, shortened, spellings
 
 POINTS = (50, 75, 100, 150, 200, 300, 400, 600, 800, 1000, 1500, 2000, 3000, 5000, 8000, 12000, 20000, 50000, 100000)
 FILE = "results.csv"  # in the folder of a sweep
@@ -91,12 +93,16 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
         varied = {key for row in load(Path(reference) / FILE).rows for key in row.options}
         keys = [key for key in sorted({*jobs[0].options, *varied} - {RATE}) if key.split(".")[0] != "method"]
         others = _runs_in(Path(reference), keys)
+        parts = _parts([job.values for job in jobs], others, keys)
+        others = [run._replace(options=_shortened(run.options, parts)) for run in others]
     else:
         keys = [key for key in jobs[0].options if key != RATE]
         others = [run for run in runs if run.label == reference]
-    options_of = [_options(job.values, keys) if foreign else {key: job.options[key] for key in keys} for job in ended]
-    first = _options(jobs[0].values, keys) if foreign else jobs[0].options
+    mine_of = [_options(job.values, keys) if foreign else {key: job.options[key] for key in keys} for job in ended]
+    options_of = [_shortened(options, parts) for options in mine_of] if foreign else mine_of
+    first = _shortened(_options(jobs[0].values, keys), parts) if foreign else jobs[0].options
     first = {key: first[key] for key in keys if key.startswith("optimizer")}
+    called = _called(jobs)
     found = []
     for job, run, asked in zip(ended, runs, options_of, strict=True):
         told, mine = state(job.out), run.curve
@@ -108,7 +114,7 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
             slow, held = slow_down(mine, against.curve), held_out_slow_down(run.held_out, against.held_out)
         last = mine.updates[-1] if mine.updates else 0
         points = {at: mine.at(at) for at in POINTS if at <= last and math.isfinite(mine.at(at))}
-        options = _plain(job.options)
+        options = {key: called[key][str(value)] for key, value in job.options.items()}
         facts = facts_in(job.out)
         found.append(
             Row(
@@ -119,9 +125,26 @@ def rows_of(jobs: Sequence[Job], reference: str) -> list[Row]:
     return found
 
 
-def _plain(options: Mapping[str, Any]) -> dict[str, str]:
-    """Options as the file has them, without folders of this machine."""
-    return {key: PLACE.sub(r"\1", str(value)) for key, value in options.items()}
+def _called(jobs: Sequence[Job]) -> dict[str, dict[str, str]]:
+    """What each value of an option is called in the file, without folders of this machine."""
+    keys = dict.fromkeys(key for job in jobs for key in job.options)
+    return {key: named([*dict.fromkeys(str(job.options[key]) for job in jobs)]) for key in keys}
+
+
+def _parts(mine: Sequence[Mapping[str, Any]], others: Sequence[_Run], keys: Iterable[str]) -> dict[str, int]:
+    """How many last parts of folders tell the values of an option apart within each of two sweeps.
+
+    Between both it is the last part that counts, for they may be of two machines, unless both folders are here.
+    """
+    found = {}
+    for key in keys:
+        values = [_options(each, [key])[key] for each in mine], [str(run.options[key]) for run in others]
+        found[key] = max(map(parts_of, (*values, filter(here, chain(*values)))))
+    return found
+
+
+def _shortened(options: Mapping[str, Any], parts: Mapping[str, int]) -> dict[str, Any]:
+    return {key: shortened(value, parts[key]) if key in parts else value for key, value in options.items()}
 
 
 def _time(facts: Mapping[str, Any]) -> float:
@@ -173,7 +196,7 @@ def _options(config: Mapping[str, Any], keys: Iterable[str]) -> dict[str, str]:
             value = value.get(name) if isinstance(value, Mapping) else None
         if isinstance(value, Mapping):
             value = {name: value[name] for name in sorted(value) if f"{key}.{name}" != RATE}
-        found[key] = PLACE.sub(r"\1", str(value))
+        found[key] = str(value)
     return found
 
 
@@ -274,8 +297,14 @@ def missing(file: Path, jobs: Sequence[Job]) -> int:
     """How many runs of a file of before are none of these; one of another configuration is not done."""
     if not file.is_file():
         return 0
-    here = [(job.label, _plain(job.options), job.seed) for job in jobs if job.done]
-    return sum((row.method, row.options, row.seed) not in here for row in load(file).rows)
+    done = [(job.label, {k: spellings(str(v)) for k, v in job.options.items()}, job.seed) for job in jobs if job.done]
+    return sum(not any(_is(row, *each) for each in done) for row in load(file).rows)
+
+
+def _is(row: Row, label: str, options: Mapping[str, Collection[str]], seed: int) -> bool:
+    """Whether a line is of this run. options: whatever its values may be called."""
+    same = (row.method, row.seed, row.options.keys()) == (label, seed, options.keys())
+    return same and all(value in options[key] for key, value in row.options.items())
 
 
 def load(file: Path) -> Results:

@@ -88,7 +88,7 @@ ROWS = {
     ),
     "speed": Row(
         lambda: speed("link", "fast"),
-        'is no speed; write bytes a second, such as "50 GB/s", or bits: "400 Gb/s"',
+        'is no speed above 0; write bytes a second, such as "50 GB/s", or bits: "400 Gb/s"',
         lambda: (speed("link", "50 GB/s"), speed("link", "400 Gb/s")),
     ),
     "count": Row(

@@ -1,5 +1,6 @@
 """The catalogue: devices, models and methods by name, with their sources; and files of the user's own."""
 
+import numpy as np
 import pytest
 
 from pipeback import methods
@@ -25,13 +26,17 @@ def test_units():
     assert device("WSE-2").intensity == 50_000 and device("CS-2-75PF").intensity == 500_000
 
 
+def own(scale_out=5e10, **options):
+    return Device("mine", 1e15, 1e11, 2e12, Link(5e10), Link(4e11), Link(scale_out), **options)
+
+
 def test_clusters():
     cluster = devices("64xA100", link="400 Gb/s", host="8 TB")
     assert (cluster.count, cluster.nodes, str(cluster)) == (64, 8, "64xA100")
     assert cluster.device.scale_out == Link(50e9, "network") and cluster.device.host_memory == 125e9
     assert "host_memory" not in cluster.device.unconfirmed
-    own = Device("mine", 1e15, 1e11, 2e12, Link(5e10), Link(4e11), Link(5e10))
-    assert devices(own) == Cluster(own, 1) and devices("H100").count == 1
+    mine = own()
+    assert devices(mine) == Cluster(mine, 1) and devices("H100").count == 1
 
 
 MODELS = {  # parameters as their sources have them, to the digits given there
@@ -50,6 +55,7 @@ def test_parameters_of_models(name):
 def test_a_model_by_numbers():
     by_text = Model.named("gpt:layers=48,width=8192,heads=64,context=2048")
     assert by_text.layers == Model.gpt(48, 8192, 64, context=2048).layers
+    assert by_text.shape == Model.gpt(*map(np.int64, (48, 8192, 64)), context=np.int32(2048)).shape
     longer = Model.named("llama:70b,context=8192")
     assert longer.context == 8192 and longer.parameters == Model.named("llama:70b").parameters
     assert "context=8192 given by you" in longer.source
@@ -59,7 +65,11 @@ def test_a_model_by_numbers():
     (lambda: device("A10"), "there is no device 'A10'; did you mean 'A100'?"),
     (lambda: devices("64 A100"), "devices='64 A100' cannot be read; write for example devices=64xA100"),
     (lambda: devices("0xA100"), "devices must be a whole number of at least 1, but is '0'"),
-    (lambda: devices("8xA100", link="fast"), "link='fast' is no speed; write bytes a second"),
+    (lambda: devices("8xA100", link="fast"), "link='fast' is no speed above 0; write bytes a second"),
+    (lambda: devices("8xA100", link="0GB/s"), "link='0GB/s' is no speed above 0"),
+    (lambda: devices("8xA100", link=-1), "link=-1 is no speed above 0"),
+    (lambda: own(host_memory=-1.0), "device mine: host_memory must be at least 0, but is -1.0"),
+    (lambda: own(scale_out=0.0), "device mine: scale_out must be above 0 B/s, but is 0.0"),
     (lambda: technique("piperdream"), "there is no method 'piperdream'; did you mean 'pipedream'?"),
     (lambda: Model.named("gtp:13b"), "there is no family of models 'gtp'; did you mean 'gpt'?"),
     (lambda: Model.named("gpt:14b"), "there is no gpt: '14b'; did you mean"),

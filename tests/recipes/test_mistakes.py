@@ -1,6 +1,9 @@
 """Ordinary mistakes at `pipeback train` end in one sentence that names the option; Ctrl-C says how to go on."""
 
+import io
+import runpy
 import signal
+import sys
 
 import pytest
 
@@ -9,6 +12,7 @@ pytest.importorskip("lightning")
 pytest.importorskip("sklearn")
 
 from pipeback.recipes import callbacks, command, logs, train
+from pipeback.recipes.live import state
 from pipeback.recipes.report import as_options
 from tests.recipes.cli import TINY, pipeback
 
@@ -99,3 +103,50 @@ def test_ctrl_c_says_how_to_go_on_and_a_checkpoint_of_another_model_does_not_fit
     done = pipeback("train", *TINY, "model.depth=3", word, "out=other", "logger=none", cwd=tmp_path)
     assert done.returncode == 2 and f"{word} does not fit: give the options of its run" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize("number", ["5", "1e3", "0.50"])
+def test_a_folder_may_be_called_by_a_number(number, monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(train, "run", lambda values, say: seen.append(values))
+    done = pipeback("train", *TINY, f"out={number}", "label=7", cwd=tmp_path)
+    assert done.returncode == 0 and f"`pipeback report {number}` shows it" in done.stdout, done.stderr
+    assert (seen[0]["out"], seen[0]["logger"]["csv"]["save_dir"], seen[0]["label"]) == (number, number, "7")
+
+
+def test_a_sweep_goes_on_from_no_checkpoint_of_another(tmp_path):
+    done = pipeback("sweep", *TINY, "methods=[sgd]", "ckpt_path=last.ckpt", cwd=tmp_path)
+    assert done.returncode == 2 and "leave ckpt_path= out" in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["model.depth=null"], "model.depth must not be null; give a value, for example model.depth="),
+        (["model.width=null"], "model.width must not be null; give a value, for example model.width="),
+        (["validate_every=1000"], "validate_every=1000 (trainer.val_check_interval) is more than the 3 batches of an"),
+    ],
+)
+def test_what_is_refused_before_anything_is_written(words, message, tmp_path):
+    given = [word for word in TINY if words[0].partition("=")[0] not in word]
+    done = pipeback("train", *given, *words, "out=here", cwd=tmp_path)
+    assert done.returncode == 2 and message in done.stderr, done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_command_goes_on_where_its_output_has_no_code_for_a_sign(monkeypatch, capsys):
+    """And says once what shows it; `python -m pipeback` is the command, too."""
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["pipeback", "draw", "pb"])
+    runpy.run_module("pipeback", run_name="__main__")
+    sys.stdout.flush()
+    assert b"0 ? F0 F1" in written.getvalue() and b"B7" in written.getvalue()
+    assert capsys.readouterr().err.count("set PYTHONIOENCODING=utf-8 in front of the command") == 1
+
+
+@pytest.mark.parametrize("text", ["", '{"state": "fini', "\0" * 16])
+def test_a_progress_file_that_was_cut_short_is_of_a_run_that_has_not_begun(text, tmp_path):
+    (tmp_path / "progress.json").write_text(text)
+    assert state(tmp_path) == {}

@@ -156,6 +156,8 @@ def test_a_device_that_is_not_here(tmp_path):
     (["gpt:13b", "devices=8xA100", "out=nowhere/plan.png"], "there is no folder nowhere"),
     (["gpt:13b", "devices=8xA100", "calibrate=none.json"], "calibrate=none.json is no file of `pipeback plan"),
     (["gpt:125m", "devices=8xA100", "explain=99"], "explain=99, but there are"),
+    (["gpt:13b", "devices=8xA100", "price=-5"], "price='-5' is no cost; write a number of at least 0, for example"),
+    (["gpt:13b", "devices=64xA100", "link=0GB/s"], "link='0GB/s' is no speed above 0; write bytes a second"),
     (["gpt:13b", "--explain"], "--explain needs a value; write --explain=..."),
     (["window", "gpt:13b"], "name one model and its devices: pipeback plan window gpt:13b devices=H100,GH200"),
     (["window", "gpt:13b", "device=H100"], "'device=H100' is not an option of window; did you mean 'devices'?"),
