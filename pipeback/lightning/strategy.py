@@ -240,11 +240,11 @@ class PipelineStrategy(Place):
         fit, module, precision = self._fit, self.lightning_module, self.precision_plugin
         assert fit is not None and module is not None
         # Lightning divides the loss by accumulate_grad_batches; the pipeline divides the sum once, by the true count
-        undivided = fit.before_backward()
-        loss = closure_loss if undivided is None else undivided
+        loss = fit.before_backward(closure_loss)
         self.pre_backward(loss)
-        loss = precision.pre_backward(loss, module)
-        precision.backward(loss, module, optimizer, *args, **kwargs)  # through the loss, as far as the model's output
+        with fit.hooks.last():
+            loss = precision.pre_backward(loss, module)
+            precision.backward(loss, module, optimizer, *args, **kwargs)  # as far as the model's output
         fit.backward()  # through the stages, so that on_after_backward sees their gradients
         loss = precision.post_backward(loss, module)
         self.post_backward(loss)
