@@ -19,7 +19,7 @@ from pipeback.lightning import micro_batches, step_checks
 from pipeback.lightning.captured_step import CapturedStep
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
-from pipeback.lightning.step_hooks import BackwardHooks
+from pipeback.lightning.step_hooks import StepHooks
 from pipeback.lightning.suspended_slices import Slice, SuspendedSlices
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.runtime.runners import Answer
@@ -37,7 +37,7 @@ class Run(Protocol):
     vectorize: bool | str
     pipe: Pipeline | None
     busy: float
-    hooks: BackwardHooks
+    hooks: StepHooks
 
     def settings(self) -> int: ...
     def prepare(self, x: Any) -> None: ...

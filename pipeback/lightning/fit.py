@@ -19,7 +19,7 @@ from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit_rank import Rank
 from pipeback.lightning.followed_step import Given
 from pipeback.lightning.stage_optimizers import StageOptimizers
-from pipeback.lightning.step_hooks import BackwardHooks
+from pipeback.lightning.step_hooks import StepHooks
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel
 from pipeback.lightning.suspended_slices import LOOKS, Slice
@@ -78,7 +78,7 @@ class Fit:
         self.update = (1, 1)  # batches per update and micro-batches per batch that the pipeline was built for
         self.busy = 0.0  # seconds in F, B and U
         self.loss: Tensor | None = None  # what training_step returned for the last slice
-        self.hooks = BackwardHooks(module, optimizer)
+        self.hooks = StepHooks(module, optimizer)
         self.averaged = False  # whether a callback has replaced the weights that micro-batches in flight have used
         self._output: Any = None  # the model's, cut from its graph; its gradient goes to the last stage
         self._outputs: list[Any] = []  # the same of slices whose F ran together
@@ -323,7 +323,7 @@ class Fit:
             self.pipe.backward_many(gradients)
 
     def before_backward(self, divided: Tensor) -> Tensor:
-        """Return the loss to differentiate, not divided by anything."""
+        """Return the loss not divided by accumulate_grad_batches: the pipeline divides sums once, by the true count."""
         self.interval.backward_begins(self.module.trainer)
         loss, self.loss = self.loss, None
         return divided if loss is None else loss

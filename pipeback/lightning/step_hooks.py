@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from pipeback.lightning.micro_batches import Log
 from pipeback.lightning.slice_by_slice import differentiate
+from pipeback.pipeline.pipeline import Pipeline
 
 BACKWARD = ("backward", "on_before_backward")
+GRADIENTS = ("on_before_optimizer_step", "configure_gradient_clipping")  # called with gradients that are complete
 
 
 def overridden(trainer: Trainer, module: LightningModule, hooks: Sequence[str]) -> Iterator[str]:
@@ -28,8 +30,16 @@ def overridden(trainer: Trainer, module: LightningModule, hooks: Sequence[str]) 
                 yield f"{type(one).__name__}.{hook}"
 
 
-class BackwardHooks:
-    """Has the user's hooks hear of the backward of every slice of a batch, of which Lightning knows the last alone."""
+class Piped(Protocol):
+    """What has a pipeline, once it is built."""
+
+    pipe: Pipeline | None
+
+
+class StepHooks:
+    """Has the user's hooks hear of the backward of every slice of a batch, of which Lightning knows the last alone, and
+    see gradients that are means before a step.
+    """
 
     def __init__(self, module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         self.module, self.optimizer = module, optimizer
@@ -38,6 +48,7 @@ class BackwardHooks:
         self._any = next(overridden(module.trainer, module, BACKWARD), None) is not None
         if self._any:
             self.differentiate = self._differentiate
+        self._look = next(overridden(module.trainer, module, GRADIENTS), None) is not None
 
     def begin(self, log: Log) -> None:
         """Hear of a batch of several slices. log: collects what is logged on them."""
@@ -47,6 +58,19 @@ class BackwardHooks:
         """A context in which Lightning differentiates the loss of the last slice."""
         log, self._log = self._log, None
         return nullcontext() if log is None else log.last(self.module)
+
+    def completed(self, closure: Callable[[], Any], fit: Piped) -> Callable[[], Any]:
+        """Return the closure of a step of the optimizer, after which the gradients are means if hooks look at them."""
+        if not self._look:
+            return closure
+
+        def averaged() -> Any:
+            found = closure()
+            if fit.pipe is not None:
+                fit.pipe.average()
+            return found
+
+        return averaged
 
     def _differentiate(self, loss: Tensor) -> None:
         precision = self.module.trainer.strategy.precision_plugin
