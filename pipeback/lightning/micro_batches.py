@@ -129,8 +129,8 @@ def _logging(module: LightningModule, log: Callable[..., None]) -> Iterator[Call
 def reduced(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:
     """What a batch logs for the values of its slices. reduce_fx: as of `self.log`; Lightning refuses any but four."""
     name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
-    join: Callable[[Tensor, Tensor], Tensor] | None
-    join = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}.get(name)
+    joins: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    join = joins.get(name)
     return mean(values, sizes) if join is None or len(values) == 1 else reduce(join, _floats(values))
 
 
