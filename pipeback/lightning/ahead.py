@@ -19,7 +19,7 @@ from pipeback.lightning import micro_batches, step_checks
 from pipeback.lightning.captured_step import CapturedStep
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.followed_step import Given
-from pipeback.lightning.slice_by_slice import differentiate
+from pipeback.lightning.step_hooks import StepHooks
 from pipeback.lightning.suspended_slices import Slice, SuspendedSlices
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.runtime.runners import Answer
@@ -37,6 +37,7 @@ class Run(Protocol):
     vectorize: bool | str
     pipe: Pipeline | None
     busy: float
+    hooks: StepHooks
 
     def settings(self) -> int: ...
     def prepare(self, x: Any) -> None: ...
@@ -67,7 +68,7 @@ class StagesAhead:
     def run(
         self, cut: list[Slice], given: Callable[[Any], Given], one: Step, log: micro_batches.Log, expected: int
     ) -> Any:
-        """Run `training_step`s, and B of all slices but the last in ticks; the loss is the mean over the batch.
+        """Run `training_step`s, and B of all slices but the last in ticks; return the output of the last.
 
         given: the call of `training_step`. one: runs it and F, where stages turn out not to run as one.
         """
@@ -106,13 +107,12 @@ class StagesAhead:
         if outputs is None:
             return self.fit.hand_over(len(slices.cut))
         self.fit.hold(outputs)
-        losses: list[Tensor] = []
         for n, output in enumerate(outputs):
-            returned = self._finished(slices, n, output, losses)
-        return step_checks.passed(returned, losses, [samples for _, samples in slices.cut])
+            returned = self._finished(slices, n, output)
+        return returned
 
     def _by_ticks(self, slices: SuspendedSlices, given: Callable[[Any], Given], expected: int) -> Any:
-        fit, losses = self.fit, list[Tensor]()
+        fit, losses = self.fit, slices.log.losses
 
         def judge(n: int, output: Any) -> Any:
             if (known := slices.judged(n, output)) is not None:
@@ -122,7 +122,7 @@ class StagesAhead:
             said: list[micro_batches.Said] | None = [] if self.captured.learns or stands else None
             slices.log.listed = said
             with fit.judging():
-                self._finished(slices, n, output, losses)
+                self._finished(slices, n, output)
             batch = slices.cut[n][0]
             if said is not None and self.captured.learns:
                 question = slices.calls[n].question
@@ -137,18 +137,17 @@ class StagesAhead:
             return fit.hand_over(1)
         (output,) = outputs
         fit.hold([output])
-        returned = self._finished(slices, len(slices.cut) - 1, output, losses)
-        return step_checks.passed(returned, losses, [samples for _, samples in slices.cut])
+        return self._finished(slices, len(slices.cut) - 1, output)
 
-    def _finished(self, slices: SuspendedSlices, n: int, output: Any, losses: list[Tensor]) -> Any:
+    def _finished(self, slices: SuspendedSlices, n: int, output: Any) -> Any:
         """Let a slice come to its end, and all but the last go backward as far as the output of the model."""
         with slices.heard():
             returned = slices.finish(n, output)
         self.fit.check_output(returned, step_checks.held(output))
         loss = step_checks.loss_of(returned)
-        losses.append(loss.detach())
+        slices.log.losses.append(loss.detach())
         if n + 1 < len(slices.cut):
-            differentiate(loss)
+            self.fit.hooks.differentiate(loss)
         return returned
 
     def _apart(self, slices: SuspendedSlices, one: Step, expected: int) -> Any:

@@ -19,6 +19,7 @@ from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit_rank import Rank
 from pipeback.lightning.followed_step import Given
 from pipeback.lightning.stage_optimizers import StageOptimizers
+from pipeback.lightning.step_hooks import StepHooks
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel
 from pipeback.lightning.suspended_slices import LOOKS, Slice
@@ -76,7 +77,8 @@ class Fit:
         self.twins: StageOptimizers
         self.update = (1, 1)  # batches per update and micro-batches per batch that the pipeline was built for
         self.busy = 0.0  # seconds in F, B and U
-        self.loss: Tensor | None = None  # what training_step returned
+        self.loss: Tensor | None = None  # what training_step returned for the last slice
+        self.hooks = StepHooks(module, optimizer)
         self.averaged = False  # whether a callback has replaced the weights that micro-batches in flight have used
         self._output: Any = None  # the model's, cut from its graph; its gradient goes to the last stage
         self._outputs: list[Any] = []  # the same of slices whose F ran together
@@ -196,16 +198,20 @@ class Fit:
 
         if len(cut) == 1:
             output = one(batch)
+            self.loss = step_checks.loss_of(output)
         else:
             log = micro_batches.Log()
+            self.hooks.begin(log)
             with log.listening(self.module):
                 if self.ahead.may_run(len(cut), expected):
                     with self.rank.training_step():
                         output = self.ahead.run(cut, given, one, log, expected)
                 else:
                     output = self.many(cut, one, log)
-        self.loss = step_checks.loss_of(output)
-        self._losses.see(trainer.fit_loop.total_batch_idx, self.loss.detach())
+            self.loss = step_checks.loss_of(output)
+            if log.losses:  # else another rank has them
+                output = step_checks.passed(output, log.losses, [samples for _, samples in cut])
+        self._losses.see(trainer.fit_loop.total_batch_idx, step_checks.loss_of(output).detach())
         return output
 
     def _one(self, given: Given, expected: int) -> Any:
@@ -225,8 +231,8 @@ class Fit:
             return output
 
     def many(self, cut: list[Slice], one: Callable[[Any], Any], log: micro_batches.Log) -> Any:
-        """Run `training_step` on every slice, and B of all but the last; the loss is the mean over the batch."""
-        return slice_by_slice.run(cut, one, self.backward, log, self.pipe)
+        """Run `training_step` on every slice, and B of all but the last."""
+        return slice_by_slice.run(cut, one, self.backward, self.hooks.differentiate, log, self.pipe)
 
     def _look(self) -> None:
         """Hear that `training_step` calls the model without gradients, and make the updates that are due."""
@@ -316,11 +322,11 @@ class Fit:
         with self.at_work():
             self.pipe.backward_many(gradients)
 
-    def before_backward(self) -> Tensor | None:
-        """Return the loss to differentiate, not divided by anything."""
+    def before_backward(self, divided: Tensor) -> Tensor:
+        """Return the loss not divided by accumulate_grad_batches: the pipeline divides sums once, by the true count."""
         self.interval.backward_begins(self.module.trainer)
         loss, self.loss = self.loss, None
-        return loss
+        return divided if loss is None else loss
 
     def step(self) -> None:
         """Run U of every stage for which it is due; afterwards no parameter has a gradient."""

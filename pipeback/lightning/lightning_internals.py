@@ -10,6 +10,7 @@
 * the launchers, and `Strategy._configure_launcher`, which sets `_launcher`: each strategy of several processes has one.
 * the steps at which a `ModelCheckpoint` looks at its metric, where it does so within an epoch; and whether validation
   is due by the clock, which is every rank's own.
+* `_current_fx_name`, the hook of Lightning under which a LightningModule logs.
 * `_trainer`, the attribute in which a LightningModule holds its Trainer: setting `trainer` sets that of its children.
 * `_device_mesh`, which a LightningModule shows as `device_mesh`.
 * where a logger stands: a `CSVLogger` that does not know of the rows in its file deletes them.
@@ -58,6 +59,12 @@ def take_loader_states(trainer: Any) -> list[dict[str, Any]]:
     states: list[dict[str, Any]] = trainer.fit_loop._combined_loader_states_to_load
     trainer.fit_loop._combined_loader_states_to_load = []
     return states
+
+
+def running_hook(module: Any) -> str | None:
+    """The hook under whose name a LightningModule logs now."""
+    name: str | None = module._current_fx_name
+    return name
 
 
 def step_value(metric: Any) -> Any:

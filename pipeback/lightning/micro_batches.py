@@ -1,9 +1,11 @@
-"""Cuts a batch into micro-batches, and averages what `training_step` logs on them."""
+"""Cuts a batch into micro-batches, and joins what `training_step` logs on them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from typing import Any
 
 import torch
@@ -50,39 +52,45 @@ class Passed(torch.autograd.Function):
 
 
 class Log:
-    """Collects what `self.log` gets on the slices of a batch, and logs the mean over its samples once."""
+    """Collects what `self.log` gets on the slices of a batch, and logs it once: the mean over the samples, or the sum,
+    the largest or the smallest value, as `reduce_fx` says.
+    """
 
     def __init__(self) -> None:
-        self._said: dict[str, tuple[list[Any], list[int], dict[str, Any]]] = {}
+        self._said: dict[tuple[str | None, str], _Values] = {}  # by the hook of Lightning that runs, and the name
+        self._module: LightningModule | None = None
         self.samples = 0  # of the present slice
+        self.losses: list[Tensor] = []  # one per slice that has come to its end
         self.listed: list[Said] | None = None  # names and values as they come, for who wants to see them
 
     @contextmanager
     def listening(self, module: LightningModule) -> Iterator[None]:
-        """Collect what `module.log` gets within this context; log the means at its end."""
-        log = module.log
-        module.log = self.hear  # type: ignore[method-assign]
-        try:
+        """Collect what `module.log` gets within this context; what `training_step` has given is logged at its end."""
+        self._module = module
+        with _logging(module, self.hear) as log:
             yield
-        finally:
-            del module.log
-        for name, (values, sizes, options) in self._said.items():
-            value = values[0]
-            if isinstance(value, Metric):
-                # its state counts every slice, and so should the value that it shows for the step
-                steps = [step for *_, step in zip(sizes, options.pop("_steps"), strict=True)]
-                if all(isinstance(step, Tensor) for step in steps):
-                    lightning_internals.set_step_value(value, mean(steps, sizes))
-            elif not isinstance(value, (MetricCollection, dict)):
-                value = mean(values, sizes)
-            log(name, value, **options)
+        hook = lightning_internals.running_hook(module)
+        for key in [key for key in self._said if key[0] == hook]:
+            self._tell(log, key)
+
+    @contextmanager
+    def last(self, module: LightningModule) -> Iterator[None]:
+        """Within this context, a hook that has run for the other slices runs for the last: it is logged once, too."""
+
+        def hear(name: str, *rest: Any, **options: Any) -> None:
+            self.hear(name, *rest, **options)
+            self._tell(log, (lightning_internals.running_hook(module), name))
+
+        with _logging(module, hear) as log:
+            yield
 
     def hear(self, name: str, value: Any, *args: Any, **options: Any) -> None:
         """Do what `self.log` does, for the present slice."""
         if self.listed is not None:
             self.listed.append((name, value))
-        options.update(zip(("prog_bar", "logger", "on_step", "on_epoch"), args))
-        values, sizes, kept = self._said.setdefault(name, ([], [], options))
+        options.update(zip(_OPTIONS, args))
+        hook = None if self._module is None else lightning_internals.running_hook(self._module)
+        values, sizes, kept = self._said.setdefault((hook, name), ([], [], options))
         values.append(value.detach() if isinstance(value, Tensor) else value)
         sizes.append(self.samples)
         if isinstance(value, Metric):
@@ -90,16 +98,55 @@ class Log:
         if kept.get("batch_size") is not None and kept is not options:
             kept["batch_size"] += options["batch_size"]
 
+    def _tell(self, log: Callable[..., None], key: tuple[str | None, str]) -> None:
+        values, sizes, options = self._said.pop(key)
+        value = values[0]
+        if isinstance(value, Metric):
+            # its state counts every slice, and so should the value that it shows for the step
+            steps = [step for *_, step in zip(sizes, options.pop("_steps"), strict=True)]
+            if all(isinstance(step, Tensor) for step in steps):
+                lightning_internals.set_step_value(value, mean(steps, sizes))
+        elif not isinstance(value, (MetricCollection, dict)):
+            value = reduced(values, sizes, options.get("reduce_fx", "mean"))
+        log(key[1], value, **options)
+
+
+_Values = tuple[list[Any], list[int], dict[str, Any]]  # those of the slices, their samples, and the options of `log`
+_OPTIONS = [*inspect.signature(LightningModule.log).parameters][3:]  # behind self, name and value
+
+
+@contextmanager
+def _logging(module: LightningModule, log: Callable[..., None]) -> Iterator[Callable[..., None]]:
+    """Within this context `module.log` does this; yields what it did."""
+    original = module.log
+    module.log = log  # type: ignore[method-assign]
+    try:
+        yield original
+    finally:
+        del module.log
+
+
+def reduced(values: list[Any], sizes: list[int], reduce_fx: Any) -> Any:
+    """What a batch logs for the values of its slices. reduce_fx: as of `self.log`; Lightning refuses any but four."""
+    name = reduce_fx.lower() if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+    joins: dict[str, Callable[..., Tensor]] = {"sum": torch.add, "max": torch.maximum, "min": torch.minimum}
+    join = joins.get(name)
+    return mean(values, sizes) if join is None or len(values) == 1 else reduce(join, _floats(values))
+
 
 def mean(values: list[Any], sizes: list[int]) -> Any:
     """The mean of the values, weighted by samples, in float32 at least."""
     if len(values) == 1:
         return values[0]
-    tensors = [value if isinstance(value, Tensor) else torch.tensor(float(value)) for value in values]
-    tensors = [t if t.dtype == torch.float64 else t.float() for t in tensors]
+    tensors = _floats(values)
     total, first = sum(sizes), tensors[0]
     weights = [size / total for size in sizes]
     if not first.dim() and all(t.shape == first.shape and t.device == first.device for t in tensors):
         each = torch.stack(tensors)  # in one piece: there may be many
         return (each * torch.tensor(weights, dtype=each.dtype, device=first.device)).sum()
     return sum(weight * tensor for weight, tensor in zip(weights, tensors, strict=True))
+
+
+def _floats(values: list[Any]) -> list[Tensor]:
+    tensors = [value if isinstance(value, Tensor) else torch.tensor(float(value)) for value in values]
+    return [t if t.dtype == torch.float64 else t.float() for t in tensors]

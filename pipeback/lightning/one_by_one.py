@@ -7,12 +7,9 @@ may look at gradients or weights there, are heard of here; hooks before and afte
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any
+from lightning.pytorch import LightningModule, Trainer
 
-from lightning.pytorch import Callback, LightningModule, Trainer
-from lightning.pytorch.utilities.model_helpers import is_overridden
-
+from pipeback.lightning import step_hooks
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.stages.activations import recomputes
@@ -69,16 +66,5 @@ def _reason(
             return f"{name}={value!r} does not go with stages as one; use {name}={plain!r}"
     if options.streaming.sparsity is not None:
         return "sparse weights do not go with stages as one; leave sparsity= out"
-    hook = next(_looking(trainer, module), None)
+    hook = next(step_hooks.overridden(trainer, module, AMID), None)
     return None if hook is None else f"{hook} may look at gradients or weights amid a step; leave that hook out"
-
-
-def _looking(trainer: Trainer, module: LightningModule) -> Iterator[str]:
-    """Yield the hooks of the user that are called amid a step."""
-    who: list[tuple[Any, type]] = [(module, LightningModule)]
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    who += [(each, Callback) for each in callbacks if not type(each).__module__.startswith("lightning.")]
-    for one, base in who:
-        for hook in AMID:
-            if hasattr(base, hook) and is_overridden(hook, one, base):
-                yield f"{type(one).__name__}.{hook}"

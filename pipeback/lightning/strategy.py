@@ -239,12 +239,11 @@ class PipelineStrategy(Place):
     def backward(self, closure_loss: Tensor, optimizer: Any, *args: Any, **kwargs: Any) -> Tensor:
         fit, module, precision = self._fit, self.lightning_module, self.precision_plugin
         assert fit is not None and module is not None
-        # Lightning divides the loss by accumulate_grad_batches; the pipeline divides the sum once, by the true count
-        undivided = fit.before_backward()
-        loss = closure_loss if undivided is None else undivided
+        loss = fit.before_backward(closure_loss)
         self.pre_backward(loss)
-        loss = precision.pre_backward(loss, module)
-        precision.backward(loss, module, optimizer, *args, **kwargs)  # through the loss, as far as the model's output
+        with fit.hooks.last():
+            loss = precision.pre_backward(loss, module)
+            precision.backward(loss, module, optimizer, *args, **kwargs)  # as far as the model's output
         fit.backward()  # through the stages, so that on_after_backward sees their gradients
         loss = precision.post_backward(loss, module)
         self.post_backward(loss)
@@ -252,8 +251,9 @@ class PipelineStrategy(Place):
 
     def optimizer_step(self, optimizer: Any, closure: Callable[[], Any], model: Any = None, **kwargs: Any) -> Any:
         """Run the closure, which runs F and B; then U at every stage for which it is due."""
-        with nullcontext() if self._state is None else self._state.stepping():
-            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        assert self._fit is not None and self._state is not None
+        with self._state.stepping():
+            return super().optimizer_step(optimizer, self._fit.hooks.completed(closure, self._fit), model, **kwargs)
 
     def _clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
         """Clip as `configure_gradient_clipping` asks for, per stage, in the updates that follow."""

@@ -46,6 +46,13 @@ class OutsideCalls(Lifetime):
         """
         return self._outside.one_push()
 
+    def average(self) -> bool:
+        """Before `step`: divide the gradients in `.grad` by the number of micro-batches that they are the sums of, so
+        that who looks at them or clips them sees means. Returns whether it is done: on one device, without store and
+        masters, if all stages are to update in `step`.
+        """
+        return self._outside.average()
+
     def runs_ticks(self, xs: Sequence[Value], *, expected: int = 1) -> bool:
         """Prepare for micro-batches like these; return whether some stages run as one, so that `judge` gains speed."""
         return self._outside.runs_ticks(xs, expected)

@@ -63,6 +63,20 @@ class OutsideLoss:
             self._one_push, self._checked = False, None
             engine.holding.show_between(True)
 
+    def average(self) -> bool:
+        """As `Pipeline.average`."""
+        engine = self._engine
+        with engine.lock, torch.no_grad():
+            engine.open()
+            stages = engine.holding.mine
+            if not engine.method.flush_each_push or engine.ranks.several or engine.holding.store is not None:
+                return False
+            if any(stage.flights or stage.gradients.split.waiting or stage.masters.weights for stage in stages):
+                return False
+            for stage in stages:
+                stage.gradients.average()
+            return True
+
     def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | None = None) -> list[Value]:
         """As `Pipeline.forward_many`."""
         engine = self._engine

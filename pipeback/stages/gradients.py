@@ -124,6 +124,16 @@ class Gradients:
         """Set whether B runs in a thread of our own."""
         self.threaded = threaded
 
+    def average(self) -> None:
+        """Divide the sums by the number of micro-batches now, and not where the update takes them."""
+        if not self.count or self.count == 1:
+            return
+        self.adopt()
+        count, self.count = self.count, 1.0
+        self.values = [None if g is None else g / count for g in self.values]
+        if self._shown:
+            self.show()
+
     def put(self, values: Iterable[Tensor | None]) -> None:
         """Replace the sums by these."""
         self.hide()

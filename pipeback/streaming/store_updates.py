@@ -6,8 +6,8 @@ Incomplete gradient sums leave the device with their stage, and come back for it
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from pipeback.stages.gradients import GradientSums
 from pipeback.stages.stage import Stage
 from pipeback.streaming.cuda_copies import CudaCopies
+from pipeback.streaming.job_thread import JobThread
 from pipeback.streaming.shards import ReplicaGroup
 from pipeback.streaming.sparse_index import scatter, unpack
 from pipeback.streaming.store import Store
@@ -31,7 +32,7 @@ class StoreUpdates:
         """column: the group of ranks over whose stores the weights are split; None: they are not split."""
         self.store, self.column = store, column
         self._streams, self._meter = streams, meter
-        self._thread = ThreadPoolExecutor(1, "pipeback updating")
+        self._thread = JobThread("pipeback updating")
         self._updates: dict[int, Future[None]] = {}  # the last update of each stage
 
     # -- updates -------------------------------------------------------------------------------------------------
@@ -145,8 +146,7 @@ class StoreUpdates:
 
     def close(self) -> None:
         """Stop the thread; updates that have not begun are dropped."""
-        with suppress(RuntimeError):  # who drops the pipeline may be this very thread, when it collects garbage
-            self._thread.shutdown(cancel_futures=True)
+        self._thread.close()
 
     # -- incomplete sums -------------------------------------------------------------------------------------------
 

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from concurrent.futures import Future
+from contextlib import contextmanager
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -34,6 +35,7 @@ from pipeback.stages.joined_homes import JoinedHomes
 from pipeback.stages.stage import Stage
 from pipeback.streaming.cuda_copies import CudaCopies
 from pipeback.streaming.fetch_policy import FetchPolicy, asks, brings, choice_of, units_ahead
+from pipeback.streaming.job_thread import JobThread
 from pipeback.streaming.shards import ReplicaGroup
 from pipeback.streaming.store import Store, lay
 from pipeback.streaming.store_updates import StoreUpdates
@@ -71,7 +73,7 @@ class StreamedWeights:
         self._meter = Meter(None if column is None else column.stalled)
         self._streams = CudaCopies(stages.values())
         self._updates = StoreUpdates(store, column, self._streams, self._meter)
-        self._fetching = ThreadPoolExecutor(1, "pipeback fetching")
+        self._fetching = JobThread("pipeback fetching")
         self._peak_bytes = 0
         self._group()
 
@@ -95,7 +97,7 @@ class StreamedWeights:
     def compare(self, given: int) -> None:
         """Compare with the other replicas how many micro-batches they were given, where these fetch together."""
         if self.column is not None:
-            self._fetching.submit(self.column.compare, given).result()
+            self._fetching.submit(partial(self.column.compare, given)).result()
 
     # -- operations ----------------------------------------------------------------------------------------------
 
@@ -178,8 +180,7 @@ class StreamedWeights:
 
     def close(self) -> None:
         """Stop the threads, and remove all stages from the device, also after an error."""
-        with suppress(RuntimeError):  # who drops the pipeline may be this very thread, when it collects garbage
-            self._fetching.shutdown(cancel_futures=True)
+        self._fetching.close()
         self._updates.close()
         while self._policy.here:
             for stage in self._units[self._policy.here.pop()]:
@@ -213,7 +214,8 @@ class StreamedWeights:
         asked = {(s, i): self.ask(wave.kind, [(s, i)]) for s, i in wave.ops} if asks else {}
         stages = [self.stages[s] for s, _ in wave.ops] if asks else self._units[unit]
         self._streams.given(self._slot(unit))
-        return self._fetching.submit(self._fetch, unit, [(stage, stage.version) for stage in stages], wave.kind, asked)
+        versions = [(stage, stage.version) for stage in stages]
+        return self._fetching.submit(partial(self._fetch, unit, versions, wave.kind, asked))
 
     def end(self, fetch: Future[Fetched]) -> None:
         fetch.exception()
