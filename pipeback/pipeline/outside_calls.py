@@ -48,8 +48,8 @@ class OutsideCalls(Lifetime):
 
     def average(self) -> bool:
         """Before `step`: divide the gradients in `.grad` by the number of micro-batches that they are the sums of, so
-        that who looks at them or clips them sees means. Returns whether it is done: on one device, without store and
-        masters, if all stages are to update in `step`.
+        that who looks at them or clips them sees means. Returns whether that was done: with a method that flushes, on
+        one device, without store and masters, where no stages run as one and no micro-batch waits for its backward.
         """
         return self._outside.average()
 

@@ -32,6 +32,7 @@ class OutsideLoss:
         self._forms: list[Any] = []  # those of the outputs whose gradients are waited for
         self._one_push = False  # whether the next micro-batches are those of one push
         self._checked: PushLoop | None = None  # what was checked and started for the first of these
+        self._averaged: Runner | None = None  # whose gradients have been divided, for the next step
 
     def runs_ticks(self, xs: Sequence[Value], expected: int) -> bool:
         """As `Pipeline.runs_ticks`."""
@@ -68,13 +69,16 @@ class OutsideLoss:
         engine = self._engine
         with engine.lock, torch.no_grad():
             engine.open()
-            stages = engine.holding.mine
-            if not engine.method.flush_each_push or engine.ranks.several or engine.holding.store is not None:
+            stages, runtime = engine.holding.mine, engine.runtime
+            if not isinstance(runtime, (PushLoop, Threads)) or _ticks(runtime) is not None:
+                return False
+            if not engine.method.flush_each_push or engine.holding.store is not None:
                 return False
             if any(stage.flights or stage.gradients.split.waiting or stage.masters.weights for stage in stages):
                 return False
             for stage in stages:
                 stage.gradients.average()
+            self._averaged = runtime
             return True
 
     def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | None = None) -> list[Value]:
@@ -206,6 +210,7 @@ class OutsideLoss:
         engine = self._engine
         with engine.lock, recording():
             engine.open()
+            self._averaged = None
             if isinstance(engine.runtime, (PushLoop, OutsideTicks, Threads, RankRunner)):
                 engine.modes.pushed()
                 steps = _ticks(engine.runtime) or engine.runtime
@@ -251,6 +256,8 @@ class OutsideLoss:
             raise RuntimeError("forward is for a pipeline built with loss=None; this one has a loss: call push")
         if self.ahead.count:
             raise RuntimeError("forward was called twice; call backward or forget between")
+        if self._averaged is not None and self._averaged is self._engine.runtime:
+            raise RuntimeError("average has divided the gradients of an update; call step before the next forward")
 
     def _went_ahead(self, what: str) -> PushLoop | OutsideTicks | Threads | RankRunner:
         self._engine.open()

@@ -216,6 +216,11 @@ ROWS: dict[str, Row] = {
         "forward was called twice; call backward or forget between",
         lambda: [outside("forward", "forward", "backward")(), outside("forward", "forward", "forget")()],
     ),
+    "gradients divided too early": Row(
+        outside("forward", "forward", "backward", "average"),
+        "average has divided the gradients of an update; call step before the next forward",
+        outside("forward", "forward", "backward", "average", "step"),
+    ),
     "a loss of nothing behind others": Row(
         lambda: judged_apart(True),
         "micro-batch 0: the loss depends on no output, but where stages run as one.*build the pipeline with "

@@ -107,6 +107,30 @@ def test_a_state_taken_up_forgets_what_has_gone_forward():
     assert torch.equal(everything(pipe), everything(never))
 
 
+@pytest.mark.parametrize("options", [{}, {"workers": 2}])
+def test_gradients_may_be_made_means_before_a_step(options):
+    batches = data(8)
+    plain, other = outside("gpipe", **options), outside("gpipe", **options)
+    for n in (0, 4):
+        train(plain, batches[n : n + 4], 4, step=False)
+        train(other, batches[n : n + 4], 4, step=False)
+        params = [p for part in other.split.parts for p in part.module.parameters()]
+        sums = [p.grad.clone() for p in params]
+        assert other.average()
+        assert all(torch.equal(p.grad, g / 4) for p, g in zip(params, sums, strict=True))
+        plain.step(), other.step()
+    assert torch.equal(everything(plain), everything(other))
+
+
+@pytest.mark.parametrize(
+    ("case", "options"), [("pb", {}), ("gpipe", {"vectorize": True}), ("gpipe", {"store": "host"})]
+)
+def test_gradients_are_left_as_they_are_where_no_step_takes_all(case, options):
+    pipe = outside(case, **options)
+    train(pipe, data(4), 4, step=False)
+    assert not pipe.average()
+
+
 def test_clip_value_and_norm_are_torchs():
     x, y = data(1)[0]
     for options, clip in (
