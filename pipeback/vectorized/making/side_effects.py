@@ -21,11 +21,10 @@ from pipeback.stages.module_settings import Settings
 from pipeback.stages.own_autocast import around
 from pipeback.stages.stage import Stage
 from pipeback.tensors import accelerators
-from pipeback.vectorized.tracing.capture import Traits, Unfit
+from pipeback.vectorized.tracing.capture import KEEPS, Traits, Unfit
 from pipeback.vectorized.tracing.forms import leaves, packed
 
 PYTHONS = "their forward draws random numbers of Python or numpy"
-KEEPS = "their forward decides what is kept for the backward, as torch.utils.checkpoint does"
 
 
 @contextmanager

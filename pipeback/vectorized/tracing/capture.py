@@ -123,6 +123,7 @@ def capture(
     return split(found["forward"], found["backward"], len(names), len(ys), gives)._replace(packs=traits.packs)
 
 
+KEEPS = "their forward decides what is kept for the backward, as torch.utils.checkpoint does"
 _SHAPE = "their forward makes a tensor whose shape depends on values, as `nonzero` and a boolean mask do"
 _MEANT = {  # what torch says, in words of its own, which ask for a report of a bug, and what it means for a stage
     "calling .item()": "their forward reads a number out of a tensor, as `.item()`, `float` and `range` do",
@@ -131,6 +132,7 @@ _MEANT = {  # what torch says, in words of its own, which ask for a report of a 
     "dynamic shape": _SHAPE,
     "differently shaped": _SHAPE,
     "`repeats` tensor": _SHAPE,
+    "NoopSaveInputs": KEEPS,  # in torch 2.11; later versions ask for hooks on saved tensors
     "setup_context": "their forward calls a torch.autograd.Function without `setup_context`, which torch cannot batch",
 }
 
