@@ -6,10 +6,11 @@ import importlib.util
 import io
 import multiprocessing
 import os
+import signal
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import redirect_stdout
+from contextlib import contextmanager, redirect_stdout
 from typing import Any
 
 import pytest
@@ -57,9 +58,21 @@ def launched(function: Callable[..., Any], *arguments: Any, ranks: int = 2, rest
         min_nodes=1, max_nodes=1, nproc_per_node=ranks, run_id=uuid.uuid4().hex, max_restarts=restarts,
         rdzv_backend="c10d", rdzv_endpoint="127.0.0.1:0", start_method="spawn",
     )  # fmt: skip
-    with pytest.MonkeyPatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch, _same_handlers():
         fork_for_spawn(patch)
         elastic_launch(config, function)(*arguments)
+
+
+@contextmanager
+def _same_handlers() -> Iterator[None]:
+    """A launcher leaves handlers of signals behind, which tests of signals would meet."""
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            if handler is not signal.getsignal(number):
+                signal.signal(number, handler)
 
 
 class _LikeSpawned:

@@ -1,13 +1,10 @@
 """Who starts devices that compute stages together makes no difference."""
 
-import uuid
-
 import pytest
 import torch
-from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from tests.helpers.choice import rare
-from tests.helpers.processes import fork_for_spawn, in_a_new_process
+from tests.helpers.processes import in_a_new_process, launched
 from tests.lightning import tensor_script
 from tests.lightning.test_tensor_parallel import WITHIN, far
 
@@ -35,16 +32,10 @@ def fork(folder):
 
 
 def torchrun(folder):
-    config = LaunchConfig(
-        min_nodes=1, max_nodes=1, nproc_per_node=2, run_id=uuid.uuid4().hex, max_restarts=0, rdzv_backend="c10d",
-        rdzv_endpoint="127.0.0.1:0", start_method="spawn",
-    )  # fmt: skip
-    elastic_launch(config, tensor_script.main)("auto", str(folder))
+    launched(tensor_script.main, "auto", str(folder))
 
 
 @pytest.mark.parametrize("start", [rare(spawn), fork, rare(torchrun)])
-def test_launchers(start, wanted, tmp_path, monkeypatch):
-    if start is torchrun:
-        fork_for_spawn(monkeypatch)
+def test_launchers(start, wanted, tmp_path):
     start(tmp_path)
     close(torch.load(tmp_path / "found.pt", weights_only=False), wanted)
