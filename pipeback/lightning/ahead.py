@@ -22,7 +22,7 @@ from pipeback.lightning.followed_step import Given
 from pipeback.lightning.step_hooks import StepHooks
 from pipeback.lightning.suspended_slices import Slice, SuspendedSlices
 from pipeback.pipeline.pipeline import Pipeline
-from pipeback.runtime.runners import Answer
+from pipeback.runtime.runners import Judge
 from pipeback.streaming.store import Store
 
 Step = Callable[[Any], Any]  # of a slice
@@ -43,7 +43,7 @@ class Run(Protocol):
     def prepare(self, x: Any) -> None: ...
     def at_once(self, count: int, expected: int) -> bool: ...
     def at_work(self) -> AbstractContextManager[None]: ...
-    def forward_all(self, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any] | None: ...
+    def forward_all(self, xs: list[Any], expected: int, judge: Judge | None = None) -> list[Any] | None: ...
     def judging(self) -> AbstractContextManager[None]: ...
     def hold(self, outputs: list[Any]) -> None: ...
     def check_output(self, output: Any, held: Any) -> None: ...
@@ -114,10 +114,13 @@ class StagesAhead:
     def _by_ticks(self, slices: SuspendedSlices, given: Callable[[Any], Given], expected: int) -> Any:
         fit, losses = self.fit, slices.log.losses
 
-        def judge(n: int, output: Any) -> Any:
-            if (known := slices.judged(n, output)) is not None:
-                losses.append(known[0])
-                return known[1]
+        def known(n: int, output: Any) -> Any:
+            if (found := slices.judged(n, output)) is None:
+                return None
+            losses.append(found[0])
+            return found[1]
+
+        def asked(n: int, output: Any) -> Any:
             stands = None if n else slices.graphs
             said: list[micro_batches.Said] | None = [] if self.captured.learns or stands else None
             slices.log.listed = said
@@ -132,7 +135,7 @@ class StagesAhead:
             return step_checks.gradients(step_checks.held(output))
 
         with slices.modes.applied():
-            outputs = fit.forward_all(slices.asked, expected, judge)
+            outputs = fit.forward_all(slices.asked, expected, Judge(known, asked))
         if outputs is None:
             return fit.hand_over(1)
         (output,) = outputs

@@ -30,7 +30,7 @@ from pipeback.pipeline.given_gradients import nothing
 from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.method_choice import by_optimizer
 from pipeback.pipeline.pipeline import Pipeline
-from pipeback.runtime.runners import Answer
+from pipeback.runtime.runners import Judge
 from pipeback.schedules.programs import flush
 from pipeback.splitting.traced_model import TracedModel
 from pipeback.streaming.store import Store
@@ -251,7 +251,7 @@ class Fit:
         self._output = step_checks.held(outputs[0])
         return outputs[0]
 
-    def forward_all(self, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any] | None:
+    def forward_all(self, xs: list[Any], expected: int, judge: Judge | None = None) -> list[Any] | None:
         """Run F of these micro-batches and return the outputs; None on ranks that do not compute the loss. judge: as of
         `Pipeline.forward_many`; it runs the user's code.
         """

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from torch import nn
 
 from pipeback.pipeline.pipeline import Pipeline
-from pipeback.runtime.runners import Answer
+from pipeback.runtime.runners import Judge
 from pipeback.splitting.split import Split
 
 
@@ -37,7 +37,7 @@ class Rank(Protocol):
     def judging(self) -> AbstractContextManager[None]:
         """A context within a call of the pipeline, within which the user's code runs, and the stages wait for it."""
 
-    def enter(self, fit: Any, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any] | None:
+    def enter(self, fit: Any, xs: list[Any], expected: int, judge: Judge | None = None) -> list[Any] | None:
         """Run F of micro-batches of a `Fit` and return the outputs; None on ranks that do not compute the loss. judge:
         as of `Pipeline.forward_many`.
         """

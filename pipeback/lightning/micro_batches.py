@@ -88,12 +88,14 @@ class Log:
         """Do what `self.log` does, for the present slice."""
         if self.listed is not None:
             self.listed.append((name, value))
-        options.update(zip(_OPTIONS, args))
+        if args:
+            options.update(zip(_OPTIONS, args))
         hook = None if self._module is None else lightning_internals.running_hook(self._module)
         values, sizes, kept = self._said.setdefault((hook, name), ([], [], options))
-        values.append(value.detach() if isinstance(value, Tensor) else value)
         sizes.append(self.samples)
-        if isinstance(value, Metric):
+        tensor = isinstance(value, Tensor)
+        values.append(value.detach() if tensor else value)
+        if not tensor and isinstance(value, Metric):
             kept.setdefault("_steps", []).append(lightning_internals.step_value(value))
         if kept.get("batch_size") is not None and kept is not options:
             kept["batch_size"] += options["batch_size"]

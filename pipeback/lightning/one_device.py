@@ -14,7 +14,7 @@ from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit import Fit
 from pipeback.lightning.fit_state import FitState, without
 from pipeback.pipeline.pipeline import Pipeline
-from pipeback.runtime.runners import Answer
+from pipeback.runtime.runners import Judge
 from pipeback.splitting.split import Split
 from pipeback.stages.module_settings import Mirror
 from pipeback.streaming.disk_store import DiskStore
@@ -68,7 +68,7 @@ class OneDevice:
     def judging(self) -> AbstractContextManager[None]:
         return nullcontext()
 
-    def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any]:
+    def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Judge | None = None) -> list[Any]:
         assert fit.pipe is not None
         if self._mirror is not None and self._mirror.changed():
             with fit.quiet():

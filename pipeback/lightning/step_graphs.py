@@ -7,7 +7,7 @@ tail   the output of the model, the tensors of a slice ->  the loss, its gradien
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from typing import Any, NamedTuple
 
 import torch
@@ -132,12 +132,14 @@ class StepGraphs:
             self._heads = _graph(trace.head, trace.tensors)
             self._tails = _graph(trace.tail, [*(t.detach() for t in trace.outputs), *trace.tensors])
         self._found, self._moving, self._called = found, trace.moving, trace.called
+        self._alone = trace.called == opened(((torch.empty(0),), {}))[1]  # whether the model is called with one tensor
         self.logged = trace.logged  # what it logs, in order
         self._outputs = [(t.shape, t.dtype) for t in trace.outputs]
 
     def head(self, tensors: Sequence[Tensor]) -> Any:
         """Return the input of the pipeline for a slice with these tensors."""
-        inputs, named = self._called.fill(self._heads(*tensors))
+        found = self._heads(*tensors)
+        inputs, named = (tuple(found), {}) if self._alone else self._called.fill(found)
         return self._found.given(inputs, named)
 
     def fits(self, output: Any) -> bool:
@@ -146,16 +148,21 @@ class StepGraphs:
 
     def tail(self, output: Any, tensors: Sequence[Tensor]) -> tuple[Tensor, Any, list[Any]]:
         """Return the loss, the gradient of the output as `step_checks.gradients` gives it, and the logged values."""
-        outputs = tensors_of(output)
-        uncast = accelerators.under(()) if casts_anywhere() else nullcontext()  # the graph has the casts in it
-        with torch.no_grad(), uncast:
-            loss, *found = self._tails(*outputs, *tensors)
-        moved, values = found[: len(self._moving)], iter(found[len(self._moving) :])
+        outputs = [t.detach() if t.requires_grad else t for t in tensors_of(output)]
+        with torch.no_grad():
+            if casts_anywhere():  # the graph has the casts in it
+                with accelerators.under(()):
+                    found = self._tails(*outputs, *tensors)
+            else:
+                found = self._tails(*outputs, *tensors)
+        moved, values = found[1 : 1 + len(self._moving)], iter(found[1 + len(self._moving) :])
+        said = [next(values) if call.value is None else call.value for call in self.logged]
+        if len(outputs) == 1:
+            return found[0], moved[0] if moved else None, said
         gradients: list[Any] = [None] * len(outputs)
         for n, gradient in zip(self._moving, moved, strict=True):
             gradients[n] = gradient
-        said = [next(values) if call.value is None else call.value for call in self.logged]
-        return loss, gradients[0] if len(gradients) == 1 else tuple(gradients), said
+        return found[0], tuple(gradients), said
 
     def say(self, log: micro_batches.Log, values: Sequence[Any]) -> None:
         """Log these values."""

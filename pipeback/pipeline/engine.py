@@ -144,11 +144,11 @@ class Engine:
         losses = self.runtime.push(first, batches, self.current)
         return partial(losses, [size for _, _, size in batches] if self.by_samples and len(batches) > 1 else None)
 
-    def batches(self, x: Any, y: Any) -> Sequence[Batch]:
-        """The micro-batches of a push."""
+    def batches(self, x: Any, y: Any, size: int | None = None) -> Sequence[Batch]:
+        """The micro-batches of a push. size: of each, where it is not the pipeline's."""
         if torch.is_inference_mode_enabled():
             raise RuntimeError("push trains, which inference mode forbids; call it outside torch.inference_mode()")
-        return self.entrance.batches(x, y, self.size, self.wait)
+        return self.entrance.batches(x, y, size or self.size, self.wait)
 
     def ready(self, batches: Sequence[Batch], expected: int | None = None) -> Runner:
         """Check everything and start the runtime before a micro-batch is let in. expected: micro-batches per push."""

@@ -49,6 +49,11 @@ class MicroBatcher:
         known = self._known([x for x, _, _ in found], form, wait, None)
         return [(x, flat(y), size) for x, (_, y, size) in zip(known, found, strict=True)]
 
+    @property
+    def joins(self) -> bool:
+        """Whether inputs of several micro-batches may come as one tensor, which is cut again."""
+        return self._program is None and len(self._everywhere) == 1
+
     @cached_property
     def _staying(self) -> int | None:
         """The most micro-batches of a push that may be in flight when it returns; None: all."""

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from pipeback.pipeline.lifetime import Lifetime
 from pipeback.pipeline.outside_loss import OutsideLoss
 from pipeback.pipeline.saving import Saving
-from pipeback.runtime.runners import Answer
+from pipeback.runtime.runners import Answer, Judge
 from pipeback.stages.flight import Value
 
 
@@ -29,7 +29,9 @@ class OutsideCalls(Lifetime):
         """
         return self._outside.forward_many([x], expected)[0]
 
-    def forward_many(self, xs: Sequence[Value], *, expected: int = 1, judge: Answer | None = None) -> list[Value]:
+    def forward_many(
+        self, xs: Sequence[Value], *, expected: int = 1, judge: Answer | Judge | None = None
+    ) -> list[Value]:
         """F of several micro-batches of one flush (see `together`), all at one stage before any at the next.
 
         So a stage is streamed once. Returns the output of each, as `forward`; give gradients to `backward_many`.

@@ -15,10 +15,12 @@ from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine, Then
 from pipeback.pipeline.given_gradients import OWN, form_of, nothing, taken, taken_at_once
 from pipeback.pipeline.grad_modes import recording
+from pipeback.pipeline.slices import joined
 from pipeback.pipeline.unused_outputs import UnusedOutputs
 from pipeback.runtime.gone_ahead import Ahead
+from pipeback.runtime.loop import Batch
 from pipeback.runtime.outside_ticks import OutsideTicks
-from pipeback.runtime.runners import Answer, PushLoop, Runner, Threads, Ticks
+from pipeback.runtime.runners import Answer, Judge, PushLoop, Runner, Threads, Ticks
 from pipeback.stages.flight import Value, cut
 
 
@@ -81,7 +83,7 @@ class OutsideLoss:
             self._averaged = runtime
             return True
 
-    def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | None = None) -> list[Value]:
+    def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | Judge | None = None) -> list[Value]:
         """As `Pipeline.forward_many`."""
         engine = self._engine
         with engine.lock, torch.enable_grad():
@@ -109,29 +111,39 @@ class OutsideLoss:
             engine.holding.hide()  # from who clears them before the backward
             return [self._shown(output, x) for output, x in zip(outputs, xs, strict=True)]
 
-    def _judged(self, xs: Sequence[Value], expected: int, judge: Answer) -> list[Value]:
+    def _judged(self, xs: Sequence[Value], expected: int, judge: Answer | Judge) -> list[Value]:
         """Have a loss computed for the output of all but the last, whose output is returned."""
         runtime, inputs = self._ready(xs, expected)
         if (ticks := _ticks(runtime)) is not None:
             return [self._in_ticks(ticks, inputs, expected, judge)]
+        answer = judge.answer if isinstance(judge, Judge) else judge
         elsewhere = isinstance(runtime, RankRunner) and not runtime.last  # the loss is another rank's
         with self.one_push():
             for n, x in enumerate(xs[:-1]):
                 (output,) = self.forward_many([x], expected)
-                self.backward([None if elsewhere else judge(n, output)], forget=not self._engine.ranks.several)
+                self.backward([None if elsewhere else answer(n, output)], forget=not self._engine.ranks.several)
         return self.forward_many(xs[-1:], expected)
 
-    def _in_ticks(self, ticks: Ticks, xs: Sequence[Value], expected: int, judge: Answer) -> Value:
+    def _in_ticks(self, ticks: Ticks, xs: Sequence[Value], expected: int, judge: Answer | Judge) -> Value:
         engine = self._engine
+        known, asked = judge if isinstance(judge, Judge) else (_unknown, judge)
         self.ahead.expect(expected)
         first = engine.arrived
         engine.progress.came(len(xs))
         engine.came(len(xs))
 
-        @engine.casting.around
+        left = engine.casting.around(engine.entrance.leave)
+
         def judged(n: int, output: Any) -> Value:
+            gradient = known(n, left(output, xs[n]))
+            if gradient is None:
+                return by_autograd(n, output)
+            return self._unused.filled(gradient, output, engine.holding.stages)
+
+        @engine.casting.around
+        def by_autograd(n: int, output: Any) -> Value:
             with telling(engine.ranks):
-                gradient = taken_at_once(judge(n, self._shown(output, xs[n])), output)
+                gradient = taken_at_once(asked(n, self._shown(output, xs[n])), output)
                 if nothing(gradient):
                     raise ValueError(
                         f"micro-batch {first + n}: the loss depends on no output, but where stages run as one, others "
@@ -241,7 +253,11 @@ class OutsideLoss:
         """
         engine = self._engine
         with telling(engine.ranks):
-            batches = [batch for x in xs for batch in engine.batches(x, None)]
+            batches: Sequence[Batch]
+            if engine.entrance.joins and (whole := joined(xs)) is not None:
+                batches = engine.batches(whole, None, len(xs[0]))
+            else:
+                batches = [batch for x in xs for batch in engine.batches(x, None)]
             if self._checked is not None and self._checked is engine.runtime:
                 engine.open()
                 engine.rehearse(batches)
@@ -283,6 +299,11 @@ def _ticks(runtime: Runner) -> Ticks | None:
     if isinstance(runtime, OutsideTicks):
         return runtime
     return runtime.ticks if isinstance(runtime, RankRunner | Threads) else None
+
+
+def _unknown(n: int, output: Any) -> Value:
+    """What answers where all gradients are asked for."""
+    return None
 
 
 def _nobody(n: int, output: Any) -> Value:

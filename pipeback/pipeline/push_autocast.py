@@ -48,6 +48,8 @@ class PushAutocast:
     def around(self, part: Callable[P, R]) -> Callable[P, R]:
         """Return what does a part of the work under the autocast that this thread is inside."""
         casts = accelerators.casting()
+        if not casts:
+            return part
 
         @wraps(part)
         def entered(*given: P.args, **named: P.kwargs) -> R:

@@ -10,10 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import repeat
 from typing import Any, overload
 
+import torch
 from torch import Tensor
 
 from pipeback.runtime.loop import Batch
 from pipeback.tensors.batches import copied, sizes
+from pipeback.tensors.layout import LINE
 
 AT_ONCE = 256  # micro-batches that an iteration cuts in one call
 
@@ -102,6 +104,26 @@ def apart(batches: Sequence[Batch], last: int | None) -> Sequence[Batch]:
         return batches.apart(count)
     own = [(copied(x), copied(y), samples) for x, y, samples in batches[-count:]]
     return [*batches[:-count], *own]
+
+
+def joined(xs: Sequence[Any]) -> Tensor | None:
+    """Return inputs as one tensor, if they are alike and its slices have their strides, and lie as they do within 64
+    bytes; else None.
+    """
+    first = xs[0]
+    if len(xs) == 1 or not all(map(_plain, xs)) or not first.numel() or not first.dim():
+        return None
+    strides = torch.empty(first.shape, device="meta").stride()
+    form, size = (first.shape, strides, first.dtype, first.device), first.numel() * first.element_size()
+    if any((x.shape, x.stride(), x.dtype, x.device) != form for x in xs):
+        return None
+    if any((x.data_ptr() - n * size) % LINE for n, x in enumerate(xs)):
+        return None
+    return torch.cat([*xs])
+
+
+def _plain(x: Any) -> bool:
+    return type(x) is Tensor and x.layout is torch.strided and not (x.requires_grad or x.is_inference())
 
 
 def unlike(batches: Sequence[Batch]) -> Sequence[Batch]:

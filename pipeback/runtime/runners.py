@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -30,6 +30,18 @@ FEW = 8  # micro-batches of a push that go through all stages one by one, if the
 Read = Callable[[list[int] | None], Tensor]  # samples per micro-batch (None: equal weights) -> mean loss of a push
 Command = Callable[[Loop], Any]
 Answer = Callable[[int, Any], Value]  # of those that went forward together: (its place, its output) -> its gradient
+
+
+class Judge(NamedTuple):
+    """What computes the gradients of outputs."""
+
+    known: Answer  # without autograd; None where `asked` has to
+    asked: Answer  # with an output that requires a gradient
+
+    def answer(self, n: int, output: Any) -> Value:
+        """As an `Answer`."""
+        gradient = self.known(n, output)
+        return self.asked(n, output) if gradient is None else gradient
 
 
 class Runner(Protocol):

@@ -35,7 +35,7 @@ from pipeback.lightning.ranks.rank_sync import agree
 from pipeback.pipeline.arguments import Clipping, Processes, TensorParallel
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.private import pytree
-from pipeback.runtime.runners import Answer
+from pipeback.runtime.runners import Judge
 from pipeback.splitting.refusals import Unmade
 from pipeback.splitting.split import Split
 
@@ -128,7 +128,7 @@ class SharedFit:
     def judging(self) -> AbstractContextManager[None]:
         return self._turns.taken()
 
-    def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Answer | None = None) -> list[Any] | None:
+    def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Judge | None = None) -> list[Any] | None:
         assert fit.pipe is not None
         if self._hollow.mirror.changed():
             with fit.quiet():
