@@ -37,7 +37,7 @@ class OutsideCalls(Lifetime):
         So a stage is streamed once. Returns the output of each, as `forward`; give gradients to `backward_many`.
         judge: (n, output of xs[n]) -> gradient of its loss; then xs need not be of one flush: they follow each other
         through the stages, each but the last is judged where it leaves them, and the output of the last is returned;
-        over processes the last rank alone judges, and gets an output.
+        over processes the last rank alone judges, and gets an output. A `Judge` knows some gradients without autograd.
         """
         return self._outside.forward_many(xs, expected, judge)
 
