@@ -199,7 +199,7 @@ def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, 
     told: set[str] = set()  # what legends above explain
     for n, (ax, (name, slots)) in enumerate(zip(axes[:, 0], runs.items(), strict=True)):
         schedule = schedules[name]
-        owner = schedule.placement.owner if isinstance(schedule, Placed) else None
+        owner = schedule.placement.owner if isinstance(schedule, Placed) else range(stages)  # those that wait, too
         idle = bubble([Slot(s.start, min(s.end, end), s.stage, s.op) for s in slots if s.start < end], owner)
         picture(slots, ax, title=f"{name}   (idle in what is shown: {idle:.0%})", until=end)
         words = {text.get_text() for text in ax.get_legend().get_texts()}

@@ -42,6 +42,14 @@ def test_schedules_on_one_axis(tmp_path):
     plt.close("all")
 
 
+@pytest.mark.parametrize(("stages", "until", "idle"), [(4, 1, 75), (4, 2, 62), (4, 3, 50), (4, 4, 38), (8, 5, 62)])
+def test_stages_that_have_not_begun_are_idle(stages, until, idle):
+    """By hand: pb begins a stage a unit of time, and the last does F and B in turns."""
+    figure = draw.compare({"pb": flowing(2)}, stages, 8, until=until)
+    assert figure.axes[0].get_title("left") == f"pb   (idle in what is shown: {idle}%)"
+    plt.close("all")
+
+
 def test_nothing_to_draw_is_said():
     with pytest.raises(ValueError, match="nothing to draw"):
         draw.picture([])
