@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeback.counts import counted
 from pipeback.draw import perfetto as traces
+from pipeback.draw.pyplot import pyplot
 from pipeback.draw.worker_bands import COLOURS as _COLOURS
 from pipeback.draw.worker_bands import INK as _INK
 from pipeback.draw.worker_bands import beside
@@ -64,7 +65,7 @@ def picture(
     slots: from `timeline` (units of time) or `measured` (seconds). until: the end of the time axis.
     Returns the axes; save them with `picture(...).figure.savefig("name.png")` or `.svg`.
     """
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.patches import Patch
 
     slots = list(slots)
@@ -187,7 +188,7 @@ def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, 
 
     until: where the axis ends; None, or beyond the end: at the end of the longest.
     """
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     runs = {name: list(timeline(schedule, stages, micro_batches, UNIT)) for name, schedule in schedules.items()}
     last = int(max(slot.end for slots in runs.values() for slot in slots))
