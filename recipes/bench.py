@@ -50,6 +50,7 @@ from __future__ import annotations
 import importlib
 import sys
 
+from pipeback.recipes import extras
 from pipeback.recipes.benches.network import settle
 from pipeback.recipes.provenance import command, heading, load, provenance
 
@@ -92,7 +93,7 @@ def main() -> None:
         except ModuleNotFoundError as error:
             if error.name is None or error.name.startswith("pipeback"):
                 raise
-            sys.exit(f"pipeback bench {name} needs {error.name}: pip install 'pipeback[recipes]'")
+            sys.exit(extras.needs(f"pipeback bench {name}", error))
 
 
 def parsed(arguments: list[str]) -> tuple[int, list[str], dict[str, dict[str, str]]]:

@@ -36,6 +36,9 @@ ONE_LINE = "PIPEBACK_ONE_LINE"  # set if these commands set the other one, and n
 MISTAKES = (ValueError, TypeError, CompactHydraException, OmegaConfBaseException, yaml.YAMLError)
 UNLOADED = "Error(s) in loading state_dict", "PytorchStreamReader failed"  # what torch says of a checkpoint
 NUMBER = re.compile(r"[+-]?[\d._]+(?:[eE][+-]?\d+)?")
+# flags of Hydra with a value; --info may have one
+VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c",
+          "--experimental-rerun")  # fmt: skip
 LIBRARY = re.compile(r'(?:method=)?pipeback\.methods\.create\("lwp", form="weight"\)')  # method=lwp_w of a command
 
 
@@ -103,8 +106,10 @@ def naming(option: str = "", value: str = "") -> str | None:
 
 def ordered(words: list[str]) -> list[str]:
     """Sort overrides before the flags of Hydra, whose parser wants each kind in one piece."""
-    valued = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c")
-    flags = [word.startswith("-") or before in valued for before, word in zip(["", *words], words, strict=False)]
+    flags = [
+        word.startswith("-") or before in VALUED or (before in ("--info", "-i") and word[:1] != "~" and "=" not in word)
+        for before, word in zip(["", *words], words, strict=False)
+    ]
     return [w for w, flag in zip(words, flags) if not flag] + [w for w, flag in zip(words, flags) if flag]
 
 

@@ -28,8 +28,9 @@ from __future__ import annotations
 import os
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,15 +155,17 @@ def whole(name: str, value: str) -> int:
 
 
 def show(options: dict[str, Any]) -> None:
-    stages, count, out = options["stages"], options["micro_batches"], options["out"]
+    stages, count = options["stages"], options["micro_batches"]
+    out = options["out"].split(",") if options["out"] else []
     if options["model"]:
         from pipeback.recipes import stages as table
 
-        for file in out.split(",") if out else ():
+        for file in out:
             picturable(file, table.TEXTS)
         table.show(options["model"], stages, build(options["method"], options["flush"]), out)
         return
-    picturable(out)
+    for file in out:
+        picturable(file)
     if options["trace"]:
         tell([traces.read(path) for path in options["trace"].split(",")], out, options["window"])
         return
@@ -189,11 +192,7 @@ def show(options: dict[str, Any]) -> None:
         tell([traces.read(path) for path in paths.values()], out, options["window"])
         print(f"written: {', '.join(map(str, paths.values()))}, for ui.perfetto.dev")
     elif out:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        draw.compare(schedules, stages, count, until=options["until"]).savefig(out, dpi=130)
-        print(f"written: {out}")
+        pictures(partial(draw.compare, schedules, stages, count, until=options["until"]), out)
 
 
 def check_flush(entry: str, method: pipeback.Method, stages: int, flush: int) -> None:
@@ -223,26 +222,31 @@ def scheduled(entry: str, method: pipeback.Method, stages: int) -> pipeback.Sche
     return method.placed(method.schedule, place(method.placement, stages // method.chunks, range(stages)))
 
 
-def tell(recordings: list[Recording], out: str | None, window: int | None) -> None:
-    """Show the measured run beside the prediction, as text and, if `out` names a file, as a picture.
+def tell(recordings: list[Recording], out: list[str], window: int | None) -> None:
+    """Show the measured run beside the prediction, as text and, if `out` names files, as a picture.
 
     window: the micro-batches of the steady state that the picture shows; None: all of the run.
     """
     for recording in recordings:
         print(draw.summary(recording), end="\n\n")
     if out:
-        import matplotlib
-
-        matplotlib.use("Agg")
         streamed = [recording for recording in recordings if any(track.moves for track in recording.tracks)]
-        (lanes(streamed[0]) if streamed else beside(recordings, window)).savefig(out, dpi=130)
-        print(f"written: {out}")
+        pictures(partial(lanes, streamed[0]) if streamed else partial(beside, recordings, window), out)
 
 
-def picturable(out: str | None, more: Sequence[str] = ()) -> None:
+def pictures(figure: Callable[[], Any], files: list[str]) -> None:
+    """Draw a figure without a display, and write it into each file."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    drawn = figure()
+    for file in files:
+        drawn.savefig(file, dpi=130)
+        print(f"written: {file}")
+
+
+def picturable(out: str, more: Sequence[str] = ()) -> None:
     """Raise ValueError if a picture cannot be written there, since it is drawn last."""
-    if out is None:
-        return
     from matplotlib.backend_bases import FigureCanvasBase
 
     known = [*more, *(f".{ending}" for ending in FigureCanvasBase.get_supported_filetypes())]

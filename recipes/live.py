@@ -46,6 +46,8 @@ def broken(runs: Mapping[Path, str]) -> dict[Path, str]:
 
 def redraws() -> bool:
     """Whether what is written can be drawn anew in its place: not in files, nor in the cells of a notebook."""
+    if sys.stdout is None:  # it was closed before Python began
+        return False
     return sys.stdout.isatty() and "JPY_PARENT_PID" not in os.environ
 
 

@@ -7,7 +7,7 @@ import sys
 from difflib import get_close_matches
 
 import pipeback
-from pipeback.recipes import forks, unshown
+from pipeback.recipes import extras, forks, unshown
 
 COMMANDS = {
     "train": "train one method and watch it, or sweep:   pipeback train method=cerebras",
@@ -45,14 +45,15 @@ def main(argv: list[str] | None = None) -> None:
     unshown.replaced()
     if command in ("compare", "sweep") and not {"jobs=1", "--help", "-h"} & {*rest}:
         forks.begin()
+    recipe = None
     try:
         recipe = importlib.import_module(f"pipeback.recipes.{command}")
+        recipe.main()
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.startswith("pipeback"):
+        installed = error.name is None or error.name.startswith("pipeback")
+        if installed or not (recipe is None or extras.here(error)):
             raise
-        extra = {"dashboard": "recipes,wandb", "zoo": "recipes,models"}.get(command, "recipes")
-        sys.exit(f"pipeback {command} needs {error.name}: pip install 'pipeback[{extra}]'")
-    recipe.main()
+        sys.exit(extras.needs(f"pipeback {command}", error, {"dashboard": "wandb", "zoo": "models"}.get(command, "")))
 
 
 if __name__ == "__main__":

@@ -124,7 +124,7 @@ def show(asked: Asked, console: Console) -> None:
             console.print(f"    {results.command}", style="dim", highlight=False, markup=False, soft_wrap=True)
         return
     results = together(asked.sweeps)
-    if isinstance(results, Limits) and (csv := [file for file in asked.out if file.endswith(".csv")]):
+    if isinstance(results, Limits) and (csv := [file for file in asked.out if Path(file).suffix.lower() == ".csv"]):
         raise ValueError(f"out={csv[0]}: only sweeps are written as .csv; write .md or a picture")
     for sheet in sheets(results):
         console.print(terminal(sheet))
@@ -132,9 +132,9 @@ def show(asked: Asked, console: Console) -> None:
     told = ", ".join(f"{name}: {value}" for name, value in results.facts.items())
     console.print(f"{results.command}\n{told}", style="dim", highlight=False, markup=False, soft_wrap=True)
     for file in map(Path, asked.out):
-        if file.suffix == ".md":
+        if file.suffix.lower() == ".md":
             file.write_text(text(results), "utf-8")
-        elif file.suffix == ".csv" and isinstance(results, Results):
+        elif file.suffix.lower() == ".csv" and isinstance(results, Results):
             table.save(file, results)
         else:
             figure(results).savefig(file)

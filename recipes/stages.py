@@ -76,8 +76,8 @@ def case(name: str) -> Case:
     return Case(model, batch, lambda output, y: cross_entropy(output.flatten(0, -2), y.flatten()))
 
 
-def show(name: str, stages: Any, method: pipeback.Method, out: str | None) -> None:
-    """Split the model, rehearse a micro-batch and print the table; `out`, if given, gets it as text or as a picture."""
+def show(name: str, stages: Any, method: pipeback.Method, out: Sequence[str]) -> None:
+    """Split the model, rehearse a micro-batch and print the table; files get it, too, as text or as a picture."""
     torch.set_num_threads(1)
     chosen = case(name)
     x, y = chosen.batch(torch.Generator().manual_seed(0))
@@ -94,7 +94,7 @@ def show(name: str, stages: Any, method: pipeback.Method, out: str | None) -> No
     console.print(table(rows))
     for letter, reason in pipe.split.reasons.items():
         console.print(f"not {letter}: {escape(reason)}", style="dim")
-    for file in out.split(",") if out else ():
+    for file in out:
         save(rows, title, Path(file))
         console.print(f"written: {file}")
 

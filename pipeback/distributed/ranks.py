@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -21,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from pipeback.distributed.all_gather_bytes import all_gather_bytes
 from pipeback.distributed.board import REFUSED, Board
 from pipeback.distributed.health.health import Failed, Health
 from pipeback.distributed.health.heartbeat import RankIdentity, host_store, join_store, my_facts, one_host
@@ -297,17 +299,17 @@ class Ranks:
 
     def gather(self, value: Any, what: str) -> list[Any]:
         """Return the values of all ranks, by replica, worker and shard. Every rank calls it. what: the public call."""
-        found: list[Any] = [None] * len(self.everyone)
+        sent = pickle.dumps(value)
         if self.goes_back:
             self.meet(what)
         else:
             self.health.check()
         with self.health.calling(what), self.health.waiting(self.others, what):
             try:
-                dist.all_gather_object(found, value, group=self.control)
+                found = all_gather_bytes(sent, self.control)
             except RuntimeError as error:
                 raise self.lost(self.others, what) from error
-        by_rank = dict(zip(sorted(self.everyone), found, strict=True))
+        by_rank = dict(zip(sorted(self.everyone), map(pickle.loads, found), strict=True))
         return [by_rank[rank] for rank in self.everyone]
 
     def meet(self, what: str) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from pipeback.counts import counted
 from pipeback.draw import perfetto as traces
+from pipeback.draw.pyplot import pyplot
 from pipeback.draw.worker_bands import COLOURS as _COLOURS
 from pipeback.draw.worker_bands import INK as _INK
 from pipeback.draw.worker_bands import beside
@@ -64,7 +65,7 @@ def picture(
     slots: from `timeline` (units of time) or `measured` (seconds). until: the end of the time axis.
     Returns the axes; save them with `picture(...).figure.savefig("name.png")` or `.svg`.
     """
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.patches import Patch
 
     slots = list(slots)
@@ -187,7 +188,7 @@ def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, 
 
     until: where the axis ends; None, or beyond the end: at the end of the longest.
     """
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     runs = {name: list(timeline(schedule, stages, micro_batches, UNIT)) for name, schedule in schedules.items()}
     last = int(max(slot.end for slots in runs.values() for slot in slots))
@@ -199,7 +200,7 @@ def compare(schedules: Mapping[str, Schedule], stages: int, micro_batches: int, 
     told: set[str] = set()  # what legends above explain
     for n, (ax, (name, slots)) in enumerate(zip(axes[:, 0], runs.items(), strict=True)):
         schedule = schedules[name]
-        owner = schedule.placement.owner if isinstance(schedule, Placed) else None
+        owner = schedule.placement.owner if isinstance(schedule, Placed) else range(stages)  # those that wait, too
         idle = bubble([Slot(s.start, min(s.end, end), s.stage, s.op) for s in slots if s.start < end], owner)
         picture(slots, ax, title=f"{name}   (idle in what is shown: {idle:.0%})", until=end)
         words = {text.get_text() for text in ax.get_legend().get_texts()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipeback.draw.pyplot import pyplot
 from pipeback.draw.worker_bands import BAND, COLOURS, IDLE, INK
 from pipeback.schedules.recording import Recording
 
@@ -16,7 +17,7 @@ def lanes(recording: Recording, *, begin: float = 0.0, end: float | None = None)
 
     Raises ValueError if no weights were streamed.
     """
-    import matplotlib.pyplot as plt
+    plt = pyplot()
     from matplotlib.patches import Patch
 
     tracks = [track for track in recording.tracks if track.moves]

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pipeback.counts import numbered
+from pipeback.draw.pyplot import pyplot
 from pipeback.schedules.recording import Recording
 from pipeback.schedules.timeline import Time
 
@@ -25,7 +26,7 @@ def beside(recordings: Sequence[Recording], window: int | None = None) -> Any:
     stage, and messages none. window: show the steady state alone: so many micro-batches in the middle of each run;
     None: show all. Returns the figure. Raises ValueError where nothing was recorded, or fewer than twice `window`.
     """
-    import matplotlib.pyplot as plt
+    plt = pyplot()
 
     if not recordings or not all(len(recording) for recording in recordings):
         raise ValueError("there is nothing to draw: nothing was recorded; call pipe.record() before the pushes")

@@ -81,9 +81,8 @@ class Inspection:
         """As `Pipeline.draw`."""
         from io import StringIO
 
-        from matplotlib.figure import Figure
-
         from pipeback.draw.figures import picture
+        from pipeback.draw.pyplot import pyplot
         from pipeback.schedules.timeline import timeline
 
         engine = self._engine
@@ -91,7 +90,7 @@ class Inspection:
         count = 2 * stages + 4 if micro_batches is None else micro_batches
         slots = list(timeline(engine.method.schedule, stages, count))
         wide = min(10.0, max(6.0, 0.34 * float(max((slot.end for slot in slots), default=1)) + 1.2))
-        figure = Figure(figsize=(wide, 0.42 * stages + 1.3), layout="constrained")
+        figure = pyplot().Figure(figsize=(wide, 0.42 * stages + 1.3), layout="constrained")
         picture(slots, figure.subplots(), title=repr(engine.method))
         text = StringIO()
         figure.savefig(text, format="svg")

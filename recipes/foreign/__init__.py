@@ -7,6 +7,7 @@ from importlib import import_module
 
 import torch
 
+from pipeback.recipes.extras import needs
 from pipeback.recipes.foreign import others
 from pipeback.recipes.foreign.case import Case
 
@@ -22,7 +23,10 @@ OTHERS = others.NAMES  # the models of `pipeback zoo --others`
 def build(name: str, seed: int = 0) -> Case:
     """Return the model of that name, always with the same weights. Raises ImportError naming a missing package."""
     torch.manual_seed(seed)
-    if name in OTHERS:
-        return others.case(name)
-    made: Mapping[str, Callable[[], Case]] = vars(import_module(f"pipeback.recipes.foreign.{WHERE[name]}"))
-    return made[name]()
+    try:
+        if name in OTHERS:
+            return others.case(name)
+        made: Mapping[str, Callable[[], Case]] = vars(import_module(f"pipeback.recipes.foreign.{WHERE[name]}"))
+        return made[name]()
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(needs(name, error), name=error.name) from error

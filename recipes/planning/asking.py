@@ -130,19 +130,22 @@ def answered(asking: Question, cluster: Cluster, typed: Words) -> Found:
 
 def written_to(typed: Words) -> list[Path]:
     """The files that are asked for. Raises ValueError if one cannot be, before anything is computed."""
-    files = [Path(name).expanduser() for name in (*typed.texts("out"), *typed.texts("json"))]
-    for file in files:
-        known = (*PAGES, *PICTURES) if str(file) not in typed.values.get("json", "") else (".json",)
-        if file.suffix.lower() not in known:
-            raise ValueError(f"{file} must end in one of {', '.join(known)}")
-        if not file.parent.is_dir():
-            raise ValueError(f"{file}: there is no folder {file.parent}")
+    files = []
+    for option, known in (("out", (*PAGES, *PICTURES)), ("json", (".json",))):
+        for file in (Path(name).expanduser() for name in typed.texts(option)):
+            if file.suffix.lower() not in known:
+                raise ValueError(f"{option}={file} must end in one of {', '.join(known)}")
+            if not file.parent.is_dir():
+                raise ValueError(f"{option}={file}: there is no folder {file.parent}")
+            files.append(file)
+    if "out" in typed.values:
+        import matplotlib  # noqa: F401  # which is missed before anything is computed
     return files
 
 
 def write(file: Path, found: Found, asking: Question, console: Console) -> None:
     """Write a page, a picture or the data."""
-    if file.suffix == ".json":
+    if file.suffix.lower() == ".json":
         content: dict[str, Any] = found.as_json()
         file.write_text(json.dumps(content, indent=1, ensure_ascii=False), encoding="utf-8")
     elif file.suffix.lower() in PAGES:

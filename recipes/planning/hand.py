@@ -29,6 +29,7 @@ NUMBERS = {"stages": 8, "width": 512, "samples": 4, "micro_batches": 16, "prefet
 # options of this command beside experiment=
 OURS = ("store", "prefetch", "device_memory", "host_memory", "run", "device")
 LEAST = {"prefetch": 0, "run": 0}
+WRITTEN = ("out", "json")  # what a model by name may have
 
 
 class Case(NamedTuple):
@@ -57,6 +58,11 @@ class Training(NamedTuple):
 def main(words: list[str], console: Console) -> None:
     """Print the plan, and train if that is asked. Raises ValueError for a mistake."""
     torch.set_num_threads(1)
+    if written := [w for w in words if w.removeprefix("--").partition("=")[0] in WRITTEN]:
+        raise ValueError(
+            f"{written[0]!r}: files are written of a model by name, as in pipeback plan gpt:13b devices=64xA100 "
+            "out=plan.html; leave it out"
+        )
     ours = [w for w in words if w.partition("=")[0] in OURS]
     experiment = any(w.startswith("experiment=") for w in words)
     options = parsed(ours if experiment else words)

@@ -42,6 +42,31 @@ def test_schedules_on_one_axis(tmp_path):
     plt.close("all")
 
 
+@pytest.mark.parametrize(("stages", "until", "idle"), [(4, 1, 75), (4, 2, 62), (4, 3, 50), (4, 4, 38), (8, 5, 62)])
+def test_stages_that_have_not_begun_are_idle(stages, until, idle):
+    """By hand: pb begins a stage a unit of time, and the last does F and B in turns."""
+    figure = draw.compare({"pb": flowing(2)}, stages, 8, until=until)
+    assert figure.axes[0].get_title("left") == f"pb   (idle in what is shown: {idle}%)"
+    plt.close("all")
+
+
+@pytest.mark.parametrize("first", [["pb"], ["trace=run.json"]], ids=["schedule", "trace"])
+def test_the_command_writes_several_files(first, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    traces.write(recorded(flowing(2), 2, 3, UNIT, [0, 1]), "run.json")
+    command.show(command.parsed([*first, "out=one.png,two.SVG"]))
+    assert {path.name for path in tmp_path.iterdir()} == {"run.json", "one.png", "two.SVG"}
+    assert Path("one.png").read_bytes().startswith(b"\x89PNG") and b"<svg" in Path("two.SVG").read_bytes()
+    plt.close("all")
+
+
+def test_without_matplotlib_it_is_said_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    pipe = pipeline(network(2), "pb")
+    with pytest.raises(ModuleNotFoundError, match=r"^pictures need matplotlib: pip install 'pipeback\[recipes\]'$"):
+        pipe.draw()
+
+
 def test_nothing_to_draw_is_said():
     with pytest.raises(ValueError, match="nothing to draw"):
         draw.picture([])
@@ -195,6 +220,7 @@ def test_a_window_of_the_steady_state_is_measured_and_predicted():
         (["pb", "--run", "."], "run=. is a folder; name a file"),
         (["pb", "--run", "locked.json"], "run=locked.json cannot be written"),
         (["pb", "--run", "out=run.bmp"], "out=run.bmp must end in one of"),
+        (["pb", "--run", "out=run.png,run.bmp"], "out=run.bmp must end in one of"),
         (["pb", "ranks=2"], "ranks= is for a real run; add --run"),
         (["pb", "--run", "ranks=0"], "ranks must be a whole number of at least 1"),
         (["pb", "--stages"], "--stages needs a value"),

@@ -15,6 +15,12 @@ CONFIG = {
 }
 
 
+def test_without_standard_output_nothing_is_drawn(monkeypatch):
+    """As after `>&-` in a shell."""
+    monkeypatch.setattr(sys, "stdout", None)
+    assert not redraws()
+
+
 @pytest.mark.parametrize(
     ("terminal", "notebook", "drawn"), [(True, False, True), (True, True, False), (False, False, False)]
 )

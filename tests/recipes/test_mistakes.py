@@ -68,6 +68,20 @@ def test_what_has_a_grammar_is_left():
     assert command.quoted("label=a, ü") == "label=a,'ü'"
 
 
+@pytest.mark.parametrize(
+    ("words", "sorted_"),
+    [
+        (["--info", "config", "a=1"], ["a=1", "--info", "config"]),
+        (["--info", "a=1"], ["a=1", "--info"]),
+        (["-i", "~a", "b=1"], ["~a", "b=1", "-i"]),
+        (["--experimental-rerun", "x.pickle", "a=1"], ["a=1", "--experimental-rerun", "x.pickle"]),
+        (["-cn", "b", "a=1", "-m"], ["a=1", "-cn", "b", "-m"]),
+    ],
+)
+def test_the_value_of_a_flag_stays_behind_it(words, sorted_):
+    assert command.ordered(words) == sorted_
+
+
 def test_w_and_b_before_a_login(monkeypatch):
     wandb = pytest.importorskip("wandb")
     from lightning.pytorch.loggers import WandbLogger

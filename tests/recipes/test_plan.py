@@ -59,6 +59,8 @@ def test_what_does_not_fit(tmp_path):
     (["method=nope"], "nope"),
     (["experiment=digits", "method=nope"], "there is no method=nope"),
     (["experiment=digits", "store=hots"], "store=hots is unknown"),
+    (["experiment=digits", "out=q.png"], "'out=q.png': files are written of a model by name, as in pipeback plan gpt"),
+    (["stages=4", "json=q.json"], "devices=64xA100 out=plan.html; leave it out"),
 ])  # fmt: skip
 def test_mistakes_are_one_line(words, text, tmp_path):
     done = pipeback("plan", *words, cwd=tmp_path)

@@ -40,6 +40,15 @@ def test_one_device_and_its_price(tmp_path):
     assert re.search(r"one device +1 × 1 × 1 .* 0\.147 +7\.0\d ", done.stdout), done.stdout
 
 
+def test_endings_in_capitals_and_a_name_within_another(tmp_path):
+    """plan.html is a part of plan.html.JSON, and is no file of json=."""
+    words = ["gpt:125m", "devices=8xA100", "tokens=1B", "out=plan.html", "json=plan.html.JSON"]
+    done = pipeback("plan", *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "plan.html.JSON").read_text("utf-8"))
+    assert (tmp_path / "plan.html").read_text("utf-8").startswith("<!")
+
+
 def test_the_data(planned):
     content = json.loads((planned[1] / "plan.json").read_text())
     assert content["model"] == "gpt:125m" and content["options"][0]["binds"]
@@ -152,7 +161,9 @@ def test_a_device_that_is_not_here(tmp_path):
     (["gpt:layers=4,width=100,heads=3", "devices=8xA100"], "heads=3 do not divide width=100"),
     (["gpt:13b", "devices=1xA100"], "gpt:13b does not fit on 1xA100"),
     (["gpt:13b", "devices=8xA100", "in=soon"], "in='soon' is no time; write for example in=30d"),
-    (["gpt:13b", "devices=8xA100", "out=plan.doc"], "plan.doc must end in one of .html, .png"),
+    (["gpt:13b", "devices=8xA100", "out=plan.doc"], "out=plan.doc must end in one of .html, .png"),
+    (["gpt:13b", "devices=8xA100", "out=plan.json"], "out=plan.json must end in one of .html, .png"),
+    (["gpt:13b", "devices=8xA100", "json=plan.html"], "json=plan.html must end in one of .json"),
     (["gpt:13b", "devices=8xA100", "out=nowhere/plan.png"], "there is no folder nowhere"),
     (["gpt:13b", "devices=8xA100", "calibrate=none.json"], "calibrate=none.json is no file of `pipeback plan"),
     (["gpt:125m", "devices=8xA100", "explain=99"], "explain=99, but there are"),

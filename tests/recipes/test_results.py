@@ -167,6 +167,14 @@ def test_text_and_pictures_are_written(file, tmp_path):
     assert "msnag" in done.stdout and SWEEP.command in done.stdout and "a CPU, 2 cores" in done.stdout
 
 
+def test_endings_in_capitals(file, tmp_path):
+    done = pipeback("results", file, "out=t.MD,s.CSV,p.PNG", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "t.MD").read_text("utf-8").startswith("```shell")
+    assert len(table.read((tmp_path / "s.CSV").read_text("utf-8"), "s.CSV").rows) == len(SWEEP.rows)
+    assert (tmp_path / "p.PNG").read_bytes().startswith(b"\x89PNG")
+
+
 def test_the_picture_shows_what_the_file_says():
     figure = pictures.draw(SWEEP)
     losses, slow, rates = figure.axes
