@@ -140,9 +140,10 @@ class Evaluation:
         self._engine.wait()
         holding = self._engine.holding
         for stage in holding.mine:
-            if not stage.replica:
+            if not stage.replica or stage.home.share is not None:  # which all replicas gather
                 found = holding.values(stage).items()
-                yield stage.index, {name: v for key, v in found for name in self._aliases[stage.names[key]]}
+                if not stage.replica:
+                    yield stage.index, {name: v for key, v in found for name in self._aliases[stage.names[key]]}
 
     def expanded(self, weight: Tensor, value: Tensor) -> Tensor:
         """As `Pipeline.expanded`."""

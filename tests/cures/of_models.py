@@ -99,6 +99,13 @@ def batch_norm() -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
 
 
+def looked_up(replicas: int = 1, max_norm: float | None = None) -> None:
+    model = nn.Sequential(nn.Embedding(9, 6, max_norm=max_norm), nn.Linear(6, 6))
+    pipe = build(model, replicas=replicas, micro_batch_size=1)
+    pipe.push(torch.randint(9, (4,)), torch.randn(4, 6))
+    pipe.wait()
+
+
 def normed(**options: Any) -> nn.Sequential:
     return nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6, **options))
 
@@ -192,6 +199,11 @@ ROWS: dict[str, Row] = {
         lambda: build(Again(True), stages="layer", example=BATCH),
         r"BatchNorm1d 'first' is called in stages 0 and \d, and its buffer.*use two modules",
         lambda: trains(model=Again(False), stages="layer", example=BATCH),
+    ),
+    "an embedding with a largest norm in replicas": Row(
+        lambda: looked_up(replicas=2, max_norm=1.0),
+        "max_norm, by which each replica would bound the rows.*drift apart; use replicas=1, or max_norm=None",
+        lambda: [looked_up(max_norm=1.0), looked_up(replicas=2)],
     ),
     # norms
     "one value": Row(

@@ -6,6 +6,7 @@ import pytest
 import safetensors.torch
 import torch
 
+import pipeback
 from pipeback import weights
 from tests.laws.cases import data, network, pipeline
 from tests.processes.crew import Failed
@@ -52,3 +53,27 @@ def test_what_one_rank_cannot_write_no_rank_exports(crew, tmp_path):
         crew.ranks(2).run(exported, tmp_path, 2, 1, each=range(2))
     assert all(torch.equal(value, before[name]) for name, value in read(tmp_path).items())
     assert sorted(tmp_path.iterdir()) == files
+
+
+def of_replicas(rank, folder, store):
+    torch.manual_seed(7)
+    pipe = pipeline(
+        network(), "pb", replicas=2, micro_batch_size=2, store=store, workers=pipeback.Processes(timeout=20.0)
+    )
+    for x, y in data(2, samples=4):
+        pipe.push(x, y)
+    weights.save(pipe, folder)
+    named = [name for _, values in pipe.values() for name in values]
+    found = {name: value.clone() for name, value in pipe.model.state_dict().items()}
+    pipe.close()
+    return found, named
+
+
+@pytest.mark.parametrize("store", [None, "host"])
+def test_replicas_share_what_the_first_one_writes(crew, tmp_path, store):
+    """Each holds a part of a store's weights, so all of them gather."""
+    found = crew.ranks(2).run(of_replicas, tmp_path, store, each=range(2))
+    for wanted, _ in found:
+        assert read(tmp_path).keys() == wanted.keys()
+        assert all(torch.equal(value, wanted[name]) for name, value in read(tmp_path).items())
+    assert [set(named) for _, named in found] == [set(found[0][0]), set()]

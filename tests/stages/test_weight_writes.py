@@ -129,3 +129,28 @@ def test_bounds_between_pushes():
         with pipe.shown(changes=True), torch.no_grad():
             made[0].weight.clamp_(-0.1, 0.1)
     assert pipe.model[0].weight.abs().max() == torch.tensor(0.1)
+
+
+def rows_that_grow(count=3):
+    """An embedding whose rows are in norm until the first update."""
+    torch.manual_seed(0)
+    first = nn.Embedding(9, 6, max_norm=1.0)
+    with torch.no_grad():
+        first.weight.mul_(0.1)
+    return nn.Sequential(first, *[nn.Linear(6, 6) for _ in range(count)])
+
+
+@pytest.mark.parametrize(("method", "options"), [("sgd", {"store": "host"}), ("cerebras", {})])
+def test_an_embedding_that_will_write_is_refused_at_the_first_push(method, options):
+    x, y = batches("embedding", 1)[0]
+    with pytest.raises(ValueError, match=r"stage 0 \(0\): its forward writes into its weights \(weight\)"):
+        pipeline(rows_that_grow(), method, **options).push(x, y)
+
+
+def test_replicas_would_bound_other_rows():
+    """And so drift apart; where all write the same, as `Bounded`, they may."""
+    x, y = batches("embedding", 1)[0]
+    with pytest.raises(ValueError, match=r"stage 0 \(0\): weight has max_norm, by which each replica.*use replicas=1"):
+        pipeline(rows_that_grow(), "pb", replicas=2, micro_batch_size=1).push(torch.cat([x, x]), torch.cat([y, y]))
+    x, y = batches("bounded", 1)[0]
+    pipeline(model("bounded"), "pb", replicas=2, micro_batch_size=1).push(torch.cat([x, x]), torch.cat([y, y]))
