@@ -226,6 +226,8 @@ class OutsideLoss:
             if isinstance(engine.runtime, (PushLoop, OutsideTicks, Threads, RankRunner)):
                 engine.modes.pushed()
                 steps = _ticks(engine.runtime) or engine.runtime
+                if isinstance(steps, (PushLoop, Threads)):
+                    engine.holding.take_over()
                 engine.do(partial(steps.step, engine.method.flush_each_push))
                 self._did(engine.runtime)
                 engine.holding.hide()

@@ -124,6 +124,42 @@ def test_sparse_gradients_are_means_too():
     torch.testing.assert_close(metrics["norm"], logged["norm"], rtol=1e-12, atol=1e-12)
 
 
+class Skips(Regression):
+    """Leaves out batches whose gradients are not finite, as is the habit."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (float("inf") if batch_idx % 3 == 1 else 1)
+
+    def on_before_optimizer_step(self, optimizer):
+        if not all(p.grad.isfinite().all() for p in self.parameters()):
+            self.zero_grad()
+
+
+class Partly(Regression):
+    def on_after_backward(self):
+        self.model[0][0].weight.grad = None
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"micro_batch_size": 2}])
+@pytest.mark.parametrize("made", [Skips, Partly])
+def test_gradients_that_hooks_clear_are_none(made, options):
+    plain, _ = fitted(made(), None)
+    found, _ = fitted(made(), strategy("gpipe", **options))
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}])
+def test_gradients_that_hooks_clear_are_none_with_delays(options):
+    class Clears(Regression):
+        def on_before_optimizer_step(self, optimizer):
+            self.model[-1].zero_grad()
+
+    module, before = Clears(), Regression().double()
+    fitted(module, strategy("pb", **options))
+    assert torch.equal(weights(module.model[-1]), weights(before.model[-1]))
+    assert not torch.equal(weights(module.model[0]), weights(before.model[0]))
+
+
 def test_a_look_changes_no_bits():
     class Looks(pl.Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
