@@ -160,6 +160,26 @@ def test_gradients_that_hooks_clear_are_none_with_delays(options):
     assert not torch.equal(weights(module.model[0]), weights(before.model[0]))
 
 
+def slower(optimizer, *_):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.8
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 2}, {"workers": 2}])
+def test_a_hook_after_the_step_may_set_the_rate(options):
+    class Slower(Regression):
+        def configure_optimizers(self):
+            self.made = super().configure_optimizers()
+            self.made.register_step_post_hook(slower)
+            return self.made
+
+    module = Slower()
+    plain, _ = fitted(Slower(), None)
+    found, _ = fitted(module, strategy("gpipe", **options))
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+    assert module.made.param_groups[0]["lr"] == pytest.approx(0.8**12 * Slower().configure_optimizers().defaults["lr"])
+
+
 def test_a_look_changes_no_bits():
     class Looks(pl.Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):
