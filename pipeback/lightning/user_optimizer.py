@@ -1,4 +1,4 @@
-"""The user's optimizer while stages have their own: its steps, and the clipping that the Trainer asks for.
+"""The user's optimizer while stages have their own.
 
 The user's optimizer steps, too, so that hooks, profilers and schedulers see the step that they wait for. Its class then
 steps stand-ins that have no gradient, and changes no weight, whatever it does with weights that have none.
@@ -99,9 +99,3 @@ def _stand_in(p: Tensor) -> nn.Parameter:
     found = nn.Parameter(torch.zeros(1, dtype=p.dtype, device=p.device), requires_grad=p.requires_grad)
     found.__dict__.update(p.__dict__)  # by which an optimizer may choose what to do with it
     return found
-
-
-def norm_and_value(clip: float | None, algorithm: Any) -> tuple[float | None, float | None]:
-    """The largest norm of a stage's gradient and the largest absolute value of an entry; None: no limit."""
-    clip = clip or None
-    return (None, clip) if getattr(algorithm, "value", algorithm) == "value" else (clip, None)

@@ -21,6 +21,7 @@ from pipeback.runtime.gone_ahead import Ahead
 from pipeback.runtime.loop import Batch
 from pipeback.runtime.outside_ticks import OutsideTicks
 from pipeback.runtime.runners import Answer, Judge, PushLoop, Runner, Threads, Ticks
+from pipeback.stages.averaging import clipped
 from pipeback.stages.flight import Value, cut
 
 
@@ -81,6 +82,17 @@ class OutsideLoss:
             for stage in stages:
                 stage.gradients.average()
             self._averaged = runtime
+            return True
+
+    def clip_averaged(self, norm: float | None, value: float | None) -> bool:
+        """As `Pipeline.clip_averaged`."""
+        engine = self._engine
+        with engine.lock, torch.no_grad():
+            engine.open()
+            if self._averaged is None or self._averaged is not engine.runtime:
+                return False
+            for stage in engine.holding.mine:
+                stage.gradients.clip(partial(clipped, norm=norm, value=value))
             return True
 
     def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | Judge | None = None) -> list[Value]:

@@ -52,7 +52,7 @@ def averaged(
     other ranks hold the rest of it. Returns also whether the gradient was clipped, as a 0-d tensor; None without a
     limit.
     """
-    grads, count, owned = sums
+    grads, count, owned, done = sums
     if masters is not None:
         owned = ()
         grads = [None if g is None else g.to(w.dtype) for w, g in zip(masters, grads, strict=True)]
@@ -60,7 +60,7 @@ def averaged(
         pairs = zip(grads, owned or [False] * len(grads), strict=True)
         grads = [None if g is None else g.div_(count) if mine else g / count for g, mine in pairs]
     if norm is None and value is None:
-        return grads, None
+        return grads, done
     return clipped(grads, norm, value, whole(grads) if whole is not None and norm is not None and grads else None)
 
 

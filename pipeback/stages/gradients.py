@@ -8,7 +8,7 @@ the first micro-batch, and those of others are added here before they get to `.g
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -22,12 +22,13 @@ from pipeback.stages.postponed import SplitBackward
 class GradientSums(NamedTuple):
     """The gradient sums of one update, and the number of micro-batches (or samples) in them.
 
-    owned: whether each may be changed, since nobody else has it.
+    owned: whether each may be changed, since nobody else has it. clipped: whether any was clipped already.
     """
 
     grads: Sequence[Tensor | None]
     number: float
     owned: Sequence[bool] = ()
+    clipped: Tensor | None = None
 
 
 def sparse_rows(module: nn.Module, params: Sequence[Tensor]) -> list[int]:
@@ -52,6 +53,7 @@ class Gradients:
         self._made: list[Tensor | None] = [None] * len(params)  # sums that were made here, and may be changed
         self.count = 0.0  # micro-batches (or samples) that they are summed of
         self._shown = False
+        self._clipped: Tensor | None = None  # whether the averages were, before the update
         self._intercepts: Intercepts | None = None
         self._checked = False  # that these fit until the next update
         self.split = SplitBackward()  # those that are still to come
@@ -111,7 +113,8 @@ class Gradients:
         count, self.count = self.count, 0.0
         made, shows = self._made, self.shows
         values = self.take()
-        return GradientSums(values, count, [not shows and g is m for g, m in zip(values, made, strict=True)])
+        clipped, self._clipped = self._clipped, None
+        return GradientSums(values, count, [not shows and g is m for g, m in zip(values, made, strict=True)], clipped)
 
     def count_more(self, number: float) -> None:
         """Note that the sums are of so many more micro-batches, or samples."""
@@ -133,9 +136,18 @@ class Gradients:
         """Divide the sums by the number of micro-batches now, and not where the update takes them."""
         if not self.count or self.count == 1:
             return
-        self.take_over()
         count, self.count = self.count, 1.0
-        self.values = [None if g is None else g / count for g in self.values]
+        self.take_over()
+        self._replace_shown([None if g is None else g / count for g in self.values])
+
+    def clip(self, clip: Callable[[Sequence[Tensor | None]], tuple[Sequence[Tensor | None], Tensor | None]]) -> None:
+        """Clip the sums now, where they are averages. clip: returns them clipped, and whether any was."""
+        self.take_over()
+        values, self._clipped = clip(self.values)
+        self._replace_shown(list(values))
+
+    def _replace_shown(self, values: list[Tensor | None]) -> None:
+        self.values = values
         if self._shown:
             self.show()
 
