@@ -334,6 +334,8 @@ class Fit:
         if self.pipe is not None:
             with self.at_work():
                 self.clipping.begin_step(self.pipe)
+                if self.twins.follow():
+                    self.pipe.renew_options()
                 self.pipe.step()
 
     def _fall(self) -> None:
@@ -393,7 +395,6 @@ class Fit:
 
     def drain(self) -> None:
         """Finish all micro-batches in flight."""
-        with self.quiet():
+        with self.quiet(), self.at_work():
             if self.pipe is not None:
-                with self.at_work():
-                    self.pipe.drain()
+                self.pipe.drain()
