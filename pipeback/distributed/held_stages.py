@@ -106,6 +106,11 @@ class HeldStages:
         for stage in self.mine:
             stage.gradients.hide()
 
+    def take_over(self) -> None:
+        """Take over what such a caller has left in `.grad`."""
+        for stage in self.mine:
+            stage.gradients.take_over()
+
     def show_between(self, shows: bool) -> None:
         """Set whether such a caller is shown the sums of gradients between operations."""
         for stage in self.mine:

@@ -12,20 +12,20 @@ import torch
 from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
-from pipeback.lightning import find_stages, micro_batches, slice_by_slice, step_checks, user_optimizer
+from pipeback.lightning import find_stages, micro_batches, slice_by_slice, step_checks
 from pipeback.lightning.ahead import StagesAhead
 from pipeback.lightning.call_override import by_itself
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.lightning.fit_rank import Rank
 from pipeback.lightning.followed_step import Given
 from pipeback.lightning.stage_optimizers import StageOptimizers
+from pipeback.lightning.step_clipping import StepClipping
 from pipeback.lightning.step_hooks import StepHooks
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel
 from pipeback.lightning.suspended_slices import LOOKS, Slice
 from pipeback.lightning.update_interval import UpdateInterval
 from pipeback.lightning.update_size import UpdateSize
-from pipeback.pipeline.arguments import Clipping
 from pipeback.pipeline.given_gradients import nothing
 from pipeback.pipeline.loss_watch import LossWatch
 from pipeback.pipeline.method_choice import by_optimizer
@@ -79,6 +79,7 @@ class Fit:
         self.busy = 0.0  # seconds in F, B and U
         self.loss: Tensor | None = None  # what training_step returned for the last slice
         self.hooks = StepHooks(module, optimizer)
+        self.clipping = StepClipping(rank, module.trainer)
         self.averaged = False  # whether a callback has replaced the weights that micro-batches in flight have used
         self._output: Any = None  # the model's, cut from its graph; its gradient goes to the last stage
         self._outputs: list[Any] = []  # the same of slices whose F ran together
@@ -121,13 +122,12 @@ class Fit:
         """
         method = self.interval.method(batches, per_batch)
         trainer = self.module.trainer
-        norm, value = user_optimizer.norm_and_value(trainer.gradient_clip_val, trainer.gradient_clip_algorithm)
         with by_itself(self.found.module, self._own):
             split = self.rank.split(example)
         self._program = split.program
         self.twins = StageOptimizers(self.optimizer, self.rank.trained(split), self.size, self.rank.piece)
-        clipping, updates = Clipping(norm, value), partial(self.interval.updates, method, per_batch)
-        given = self.options.of_pipeline(self.store, trainer.strategy.root_device, clipping, updates)
+        updates = partial(self.interval.updates, method, per_batch)
+        given = self.options.of_pipeline(self.store, trainer.strategy.root_device, self.clipping.limits, updates)
         if self.vectorize == "auto" and method.chunks > 1 and (self.rank.several or (self.options.threads or 1) > 1):
             self._why_apart, self.vectorize = f"with {method!r}, every worker has several parts of the model", False
         looks = self.found.step is not None and self.found.step.looks
@@ -333,6 +333,9 @@ class Fit:
         self.interval.step_done()
         if self.pipe is not None:
             with self.at_work():
+                self.clipping.begin_step(self.pipe)
+                if self.twins.follow():
+                    self.pipe.renew_options()
                 self.pipe.step()
 
     def _fall(self) -> None:
@@ -352,10 +355,10 @@ class Fit:
             self.pipe.close()
 
     def clip(self, norm: float | None, value: float | None) -> None:
-        """Set the limits of the gradient of every stage, from the updates that are due now on."""
-        if self.pipe is not None and self.rank.clips(norm, value):
+        """Clip the gradient of every stage, for the step that comes."""
+        if self.pipe is not None:
             with self.at_work():
-                self.pipe.clip(norm, value)
+                self.clipping.ask(self.pipe, norm, value)
 
     @contextmanager
     def at_work(self) -> Iterator[None]:
@@ -392,7 +395,6 @@ class Fit:
 
     def drain(self) -> None:
         """Finish all micro-batches in flight."""
-        with self.quiet():
+        with self.quiet(), self.at_work():
             if self.pipe is not None:
-                with self.at_work():
-                    self.pipe.drain()
+                self.pipe.drain()

@@ -54,15 +54,19 @@ class StageOptimizers(OfWeights):
         made: torch.optim.Optimizer = twin
         return made
 
-    def follow(self) -> None:
-        """Hand options that have changed, for example the learning rate of a scheduler, to every stage."""
+    def follow(self) -> bool:
+        """Hand options that have changed, for example the learning rate of a scheduler, to every stage; return whether
+        any have.
+        """
         now = self._current()
-        if now != self._options:
+        changed = now != self._options
+        if changed:
             self._options = now
             for twin, _, numbers in self._made:
                 for n, (group, g) in enumerate(zip(twin.param_groups, numbers, strict=True)):
                     counts = {k for k in now[g] if (n, k) in counted(twin).options}  # counters of its own steps
                     group.update({k: v for k, v in now[g].items() if k not in IMPLEMENTATION and k not in counts})
+        return changed
 
     def give(self, *, stored: bool = False) -> None:
         """Give the twins the state that was loaded into the original. stored: the weights are in a store."""

@@ -34,9 +34,9 @@ from pipeback.lightning.ranks.place import Place
 from pipeback.lightning.ranks.rank_sync import RankSync
 from pipeback.lightning.ranks.shared_fit import SharedFit
 from pipeback.lightning.resumed import Resumed
+from pipeback.lightning.step_clipping import norm_and_value
 from pipeback.lightning.strategy_options import StrategyOptions
 from pipeback.lightning.streamed_model import StreamedModel, staying
-from pipeback.lightning.user_optimizer import norm_and_value
 from pipeback.methods.base import Method
 from pipeback.pipeline.arguments import Debug, MicroBatches, Processes, Splitting, Streaming, TensorParallel
 from pipeback.pipeline.pipeline import Pipeline
@@ -256,7 +256,7 @@ class PipelineStrategy(Place):
             return super().optimizer_step(optimizer, self._fit.hooks.completed(closure, self._fit), model, **kwargs)
 
     def _clip_gradients(self, optimizer: Any, clip_val: Any = 0.0, gradient_clip_algorithm: Any = "norm") -> None:
-        """Clip as `configure_gradient_clipping` asks for, per stage, in the updates that follow."""
+        """Clip as `configure_gradient_clipping` asks for, per stage."""
         if self._fit is not None:
             self._fit.clip(*norm_and_value(clip_val, gradient_clip_algorithm))
 

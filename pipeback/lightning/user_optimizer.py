@@ -1,4 +1,4 @@
-"""The user's optimizer while stages have their own: its steps, and the clipping that the Trainer asks for.
+"""The user's optimizer while stages have their own.
 
 The user's optimizer steps, too, so that hooks, profilers and schedulers see the step that they wait for. Its class then
 steps stand-ins that have no gradient, and changes no weight, whatever it does with weights that have none.
@@ -26,14 +26,15 @@ class UserOptimizer:
 
     @contextmanager
     def stepping(self, before: Callable[[], object]) -> Iterator[None]:
-        """Within this context a step of the optimizer runs its closure, then `before`, then itself on the stand-ins."""
+        """Within this context a step of the optimizer runs its closure, the user's hooks before a step, `before`, and
+        itself on the stand-ins.
+        """
         optimizer: Any = self.optimizer
         original, own = optimizer.step, optimizer.__dict__.get("step")
 
         def step(closure: Callable[[], Any] | None = None, **more: Any) -> Any:
             result = None if closure is None else closure()
-            before()
-            with self._aside():
+            with self._aside(before):
                 original(**more)
             return result
 
@@ -58,31 +59,43 @@ class UserOptimizer:
         return twin
 
     @contextmanager
-    def _aside(self) -> Iterator[None]:
-        """Within this context a step of the optimizer is one of its twin. Hooks of the step see the weights."""
-        mine, theirs = self.optimizer.param_groups, self._twin.param_groups
-        _copy(mine, theirs)
-        # the last hook before a step may hand on other arguments, of which the first is the optimizer
-        handle = self.optimizer.register_step_pre_hook(lambda _, args, named: ((self._twin, *args[1:]), named))
+    def _aside(self, before: Callable[[], object]) -> Iterator[None]:
+        """Within this context a step of the optimizer runs `before`, and is one of its twin. Hooks of the step see the
+        weights, and may set options.
+        """
+        given: list[dict[str, Any]] = []
+
+        def last(_: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
+            if not given:
+                before()
+            given[:] = self._lend()
+            # the last hook before a step may hand on other arguments, of which the first is the optimizer
+            return (self._twin, *args[1:]), named
+
+        handle = self.optimizer.register_step_pre_hook(last)
         try:
             yield
         finally:
             handle.remove()
-        _copy(theirs, mine)  # which may count steps
+        if not given:  # somebody has replaced the step by one that makes none now
+            before()
+        for options, changed, group in zip(given, self._twin.param_groups, self.optimizer.param_groups, strict=False):
+            # which may count steps; hooks after the step have set the others
+            group.update({k: v for k, v in _options(changed).items() if k not in options or options[k] is not v})
+
+    def _lend(self) -> list[dict[str, Any]]:
+        """Give the twin the options of the optimizer, and return them."""
+        given = [_options(group) for group in self.optimizer.param_groups]
+        for options, group in zip(given, self._twin.param_groups, strict=True):
+            group.update(options)
+        return given
 
 
-def _copy(options: list[dict[str, Any]], to: list[dict[str, Any]]) -> None:
-    for group, other in zip(options, to, strict=True):
-        other.update({k: v for k, v in group.items() if k != "params"})
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in group.items() if k != "params"}
 
 
 def _stand_in(p: Tensor) -> nn.Parameter:
     found = nn.Parameter(torch.zeros(1, dtype=p.dtype, device=p.device), requires_grad=p.requires_grad)
     found.__dict__.update(p.__dict__)  # by which an optimizer may choose what to do with it
     return found
-
-
-def norm_and_value(clip: float | None, algorithm: Any) -> tuple[float | None, float | None]:
-    """The largest norm of a stage's gradient and the largest absolute value of an entry; None: no limit."""
-    clip = clip or None
-    return (None, clip) if getattr(algorithm, "value", algorithm) == "value" else (clip, None)

@@ -55,6 +55,18 @@ class OutsideCalls(Lifetime):
         """
         return self._outside.average()
 
+    def clip_averaged(self, norm: float | None = None, value: float | None = None) -> bool:
+        """Between `average` and `step`: clip the gradients in `.grad` now, each stage's by itself, as an update does by
+        `clip_norm`. Returns whether that was done: where `average` has made them means.
+        """
+        return self._outside.clip_averaged(norm, value)
+
+    def renew_options(self) -> None:
+        """Before `step`: make the updates of the micro-batches since the last step under the options that optimizers
+        have now, and not under those of their forward; in one process, where no stages run as one.
+        """
+        self._outside.renew_options()
+
     def runs_ticks(self, xs: Sequence[Value], *, expected: int = 1) -> bool:
         """Prepare for micro-batches like these; return whether some stages run as one, so that `judge` gains speed."""
         return self._outside.runs_ticks(xs, expected)

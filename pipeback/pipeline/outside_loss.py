@@ -15,13 +15,17 @@ from pipeback.pipeline.build import telling
 from pipeback.pipeline.engine import Engine, Then
 from pipeback.pipeline.given_gradients import OWN, form_of, nothing, taken, taken_at_once
 from pipeback.pipeline.grad_modes import recording
+from pipeback.pipeline.parameter_groups import check_groups
 from pipeback.pipeline.slices import joined
 from pipeback.pipeline.unused_outputs import UnusedOutputs
 from pipeback.runtime.gone_ahead import Ahead
 from pipeback.runtime.loop import Batch
 from pipeback.runtime.outside_ticks import OutsideTicks
+from pipeback.runtime.renewed_options import renew
 from pipeback.runtime.runners import Answer, Judge, PushLoop, Runner, Threads, Ticks
+from pipeback.stages.averaging import clipped
 from pipeback.stages.flight import Value, cut
+from pipeback.stages.joint_optimizer import Options
 
 
 class OutsideLoss:
@@ -34,6 +38,7 @@ class OutsideLoss:
         self._forms: list[Any] = []  # those of the outputs whose gradients are waited for
         self._one_push = False  # whether the next micro-batches are those of one push
         self._checked: PushLoop | None = None  # what was checked and started for the first of these
+        self._first: int | None = None  # the number of the first micro-batch since the last step
         self._averaged: Runner | None = None  # whose gradients have been divided, for the next step
 
     def runs_ticks(self, xs: Sequence[Value], expected: int) -> bool:
@@ -83,6 +88,30 @@ class OutsideLoss:
             self._averaged = runtime
             return True
 
+    def clip_averaged(self, norm: float | None, value: float | None) -> bool:
+        """As `Pipeline.clip_averaged`."""
+        engine = self._engine
+        with engine.lock, torch.no_grad():
+            engine.open()
+            if self._averaged is None or self._averaged is not engine.runtime:
+                return False
+            for stage in engine.holding.mine:
+                stage.gradients.clip(partial(clipped, norm=norm, value=value))
+            return True
+
+    def renew_options(self) -> None:
+        """As `Pipeline.renew_options`."""
+        engine = self._engine
+        with engine.lock:
+            engine.open()
+            runtime = engine.runtime
+            if self._first is None or not isinstance(runtime, (PushLoop, Threads)) or _ticks(runtime) is not None:
+                return
+            if not engine.current.current(engine.optimizers):
+                check_groups(engine.stages, engine.method, engine.current)
+                engine.current = Options(engine.optimizers, self._first)
+                engine.do(partial(runtime.tell, partial(renew, self._first, engine.current)))
+
     def forward_many(self, xs: Sequence[Value], expected: int, judge: Answer | Judge | None = None) -> list[Value]:
         """As `Pipeline.forward_many`."""
         engine = self._engine
@@ -100,6 +129,7 @@ class OutsideLoss:
                 return [self._in_ticks(ticks, xs, expected, _nobody)]
             assert isinstance(runtime, (PushLoop, Threads, RankRunner))
             self.ahead.expect(expected)
+            self._first = engine.arrived if self._first is None else self._first
             engine.modes.pushed()
             outputs: list[Value] = engine.do(partial(runtime.forward, engine.arrived, xs, engine.current, expected))
             self._did(runtime)
@@ -222,10 +252,12 @@ class OutsideLoss:
         engine = self._engine
         with engine.lock, recording():
             engine.open()
-            self._averaged = None
+            self._averaged = self._first = None
             if isinstance(engine.runtime, (PushLoop, OutsideTicks, Threads, RankRunner)):
                 engine.modes.pushed()
                 steps = _ticks(engine.runtime) or engine.runtime
+                if isinstance(steps, (PushLoop, Threads)):
+                    engine.holding.take_over()
                 engine.do(partial(steps.step, engine.method.flush_each_push))
                 self._did(engine.runtime)
                 engine.holding.hide()

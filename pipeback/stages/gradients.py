@@ -22,12 +22,13 @@ from pipeback.stages.postponed import SplitBackward
 class GradientSums(NamedTuple):
     """The gradient sums of one update, and the number of micro-batches (or samples) in them.
 
-    owned: whether each may be changed, since nobody else has it.
+    owned: whether each may be changed, since nobody else has it. clipped: whether any was clipped already.
     """
 
     grads: Sequence[Tensor | None]
     number: float
     owned: Sequence[bool] = ()
+    clipped: Tensor | None = None
 
 
 def sparse_rows(module: nn.Module, params: Sequence[Tensor]) -> list[int]:
@@ -42,7 +43,7 @@ class Gradients:
     rows: see `sparse_rows`. shows: whether the sums stay in `.grad` from a B to the next forward or step (`hide`), for
     a user who computes the loss outside the pipeline and reads or changes them. threaded: whether B runs in a thread of
     our own. The user's thread may then clear and replace `.grad` meanwhile, so that only in-place changes of the sums
-    count.
+    count, and what lies in `.grad` when a step begins.
     """
 
     def __init__(self, params: Sequence[Tensor], rows: Collection[int] = ()) -> None:
@@ -52,6 +53,7 @@ class Gradients:
         self._made: list[Tensor | None] = [None] * len(params)  # sums that were made here, and may be changed
         self.count = 0.0  # micro-batches (or samples) that they are summed of
         self._shown = False
+        self._clipped: Tensor | None = None  # whether the averages were, before the update
         self._intercepts: Intercepts | None = None
         self._checked = False  # that these fit until the next update
         self.split = SplitBackward()  # those that are still to come
@@ -84,6 +86,11 @@ class Gradients:
             for p, g in zip(self.params, self.values, strict=True):
                 p.grad = g
 
+    def take_over(self) -> None:
+        """Before a step, while no thread works: take what the user has left in `.grad`, where None is no gradient."""
+        if self._shown:
+            self.values = [p.grad for p in self.params]
+
     def hide(self) -> None:
         """Remove the sums from `.grad` of every parameter."""
         if self._shown:
@@ -106,7 +113,8 @@ class Gradients:
         count, self.count = self.count, 0.0
         made, shows = self._made, self.shows
         values = self.take()
-        return GradientSums(values, count, [not shows and g is m for g, m in zip(values, made, strict=True)])
+        clipped, self._clipped = self._clipped, None
+        return GradientSums(values, count, [not shows and g is m for g, m in zip(values, made, strict=True)], clipped)
 
     def count_more(self, number: float) -> None:
         """Note that the sums are of so many more micro-batches, or samples."""
@@ -128,9 +136,18 @@ class Gradients:
         """Divide the sums by the number of micro-batches now, and not where the update takes them."""
         if not self.count or self.count == 1:
             return
-        self.adopt()
         count, self.count = self.count, 1.0
-        self.values = [None if g is None else g / count for g in self.values]
+        self.take_over()
+        self._replace_shown([None if g is None else g / count for g in self.values])
+
+    def clip(self, clip: Callable[[Sequence[Tensor | None]], tuple[Sequence[Tensor | None], Tensor | None]]) -> None:
+        """Clip the sums now, where they are averages. clip: returns them clipped, and whether any was."""
+        self.take_over()
+        values, self._clipped = clip(self.values)
+        self._replace_shown(list(values))
+
+    def _replace_shown(self, values: list[Tensor | None]) -> None:
+        self.values = values
         if self._shown:
             self.show()
 
@@ -326,72 +343,7 @@ def _touched(p: Tensor, gradient: Tensor | None) -> Tensor:
     return torch.zeros(len(p), device=p.device).index_fill_(0, gradient.coalesce().indices()[0], 1.0)
 
 
-def _bounded(gradient: Tensor, value: float) -> tuple[Tensor, Tensor]:
-    """The gradient clamped to ±value, and whether any entry was beyond that."""
-    if gradient.layout is torch.strided:
-        return gradient.clamp(-value, value), (gradient.abs() > value).any()
-    whole = gradient.coalesce()
-    bounded, over = _bounded(whole.values(), value)
-    return torch.sparse_coo_tensor(
-        whole.indices(), bounded, whole.shape, is_coalesced=True, check_invariants=False
-    ), over
-
-
 def _sum(total: Tensor, new: Tensor) -> Tensor:
     if total.layout is not torch.strided and new.layout is torch.strided:
         return new + total  # the only order that torch has for a sparse and a dense one
     return total + new
-
-
-def clipped(
-    grads: Sequence[Tensor | None],
-    norm: float | None,
-    value: float | None,
-    total: Tensor | None = None,
-) -> tuple[Sequence[Tensor | None], Tensor | None]:
-    """Return the gradients clipped by norm and by value, and whether any was clipped, as a 0-d tensor (None: no limit).
-
-    total: the norm of the whole gradient, where other ranks hold the rest of it.
-    """
-    there = [g for g in grads if g is not None]
-    if not there:
-        return grads, None
-    found = None
-    if norm is not None:
-        if total is None:  # torch knows the norm of a sparse gradient from 2.13 on
-            total = torch.nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in there])
-        # not clip_grad_norm_, which would change a gradient that was just sent upstream
-        scale = torch.clamp(norm / (total + 1e-6), max=1.0)
-        grads = [None if g is None else g * scale.to(g.dtype) for g in grads]
-        found = scale < 1
-    if value is not None:
-        pairs = [None if g is None else _bounded(g, value) for g in grads]
-        grads = [None if pair is None else pair[0] for pair in pairs]
-        over = torch.stack([pair[1] for pair in pairs if pair is not None]).any()
-        found = over if found is None else found | over
-    return grads, found
-
-
-def averaged(
-    sums: GradientSums,
-    norm: float | None,
-    value: float | None,
-    masters: Sequence[Tensor] | None = None,
-    whole: Callable[[Sequence[Tensor | None]], Tensor] | None = None,
-) -> tuple[Sequence[Tensor | None], Tensor | None]:
-    """Return the gradient sums, divided once by the true count and clipped.
-
-    masters: the weights, if gradients are to have their type. whole: returns the norm of the whole gradient, where
-    other ranks hold the rest of it. Returns also whether the gradient was clipped, as a 0-d tensor; None without a
-    limit.
-    """
-    grads, count, owned = sums
-    if masters is not None:
-        owned = ()
-        grads = [None if g is None else g.to(w.dtype) for w, g in zip(masters, grads, strict=True)]
-    if count != 1:
-        pairs = zip(grads, owned or [False] * len(grads), strict=True)
-        grads = [None if g is None else g.div_(count) if mine else g / count for g, mine in pairs]
-    if norm is None and value is None:
-        return grads, None
-    return clipped(grads, norm, value, whole(grads) if whole is not None and norm is not None and grads else None)

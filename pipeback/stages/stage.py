@@ -17,9 +17,10 @@ from torch import Tensor, nn
 from pipeback.methods.base import Method, State
 from pipeback.private import registered
 from pipeback.splitting.control_flow import run_as_written
+from pipeback.stages.averaging import averaged
 from pipeback.stages.device_slot import DeviceSlot
 from pipeback.stages.flight import ActivationPolicy, Flight, Value, begins, for_loss, laid_alike, reported, weighed
-from pipeback.stages.gradients import Gradients, GradientSums, averaged, differentiate, nothing, sparse_rows
+from pipeback.stages.gradients import Gradients, GradientSums, differentiate, nothing, sparse_rows
 from pipeback.stages.home import Home, StageStack
 from pipeback.stages.judged_output import structured
 from pipeback.stages.learnt import Learnt
@@ -85,9 +86,8 @@ class Stage:
         self.flights: dict[int, Flight] = {}
         self.prepare(method)
         self.options: Any = None  # the options of the last micro-batch gone backward
-        self.learnt = Learnt()
+        self.learnt, self.keeping = Learnt(), keeping
         self.stack: StageStack | None = None  # the stages that it runs with as one
-        self.keeping = keeping
 
     @property
     def last(self) -> bool:

@@ -124,6 +124,116 @@ def test_sparse_gradients_are_means_too():
     torch.testing.assert_close(metrics["norm"], logged["norm"], rtol=1e-12, atol=1e-12)
 
 
+class Skips(Regression):
+    """Leaves out batches whose gradients are not finite, as is the habit."""
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (float("inf") if batch_idx % 3 == 1 else 1)
+
+    def on_before_optimizer_step(self, optimizer):
+        if not all(p.grad.isfinite().all() for p in self.parameters()):
+            self.zero_grad()
+
+
+class Partly(Regression):
+    def on_after_backward(self):
+        self.model[0][0].weight.grad = None
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}, {"micro_batch_size": 2}])
+@pytest.mark.parametrize("made", [Skips, Partly])
+def test_gradients_that_hooks_clear_are_none(made, options):
+    plain, _ = fitted(made(), None)
+    found, _ = fitted(made(), strategy("gpipe", **options))
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("options", [{}, {"workers": 2}])
+def test_gradients_that_hooks_clear_are_none_with_delays(options):
+    class Clears(Regression):
+        def on_before_optimizer_step(self, optimizer):
+            self.model[-1].zero_grad()
+
+    module, before = Clears(), Regression().double()
+    fitted(module, strategy("pb", **options))
+    assert torch.equal(weights(module.model[-1]), weights(before.model[-1]))
+    assert not torch.equal(weights(module.model[0]), weights(before.model[0]))
+
+
+class Sometimes(Regression):
+    def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+        if self.global_step % 2:
+            self.clip_gradients(optimizer, gradient_clip_val=0.005, gradient_clip_algorithm="value")
+
+
+class ThenScales(Regression):
+    def on_before_optimizer_step(self, optimizer):
+        self.clip_gradients(optimizer, gradient_clip_val=0.005, gradient_clip_algorithm="value")
+        self.log("largest", max(p.grad.abs().max() for p in self.parameters()), on_step=False, on_epoch=True)
+        for p in self.parameters():
+            p.grad.mul_(3)
+
+
+@pytest.mark.parametrize(
+    ("made", "options"),
+    [
+        (Sometimes, {"micro_batch_size": 2}), (Sometimes, {"workers": 2}), (Sometimes, {"masters": True}),
+        (ThenScales, {"micro_batch_size": 2}), (ThenScales, {"workers": 2}),
+    ],
+)  # fmt: skip
+def test_a_hook_clips_the_gradients_of_its_step(made, options):
+    """At once where they are means, so that it sees what it has done; and no others."""
+    plain, logged = fitted(made(), None)
+    found, metrics = fitted(made(), strategy("gpipe", **options))
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+    assert metrics.get("largest", 0) == logged.get("largest", 0)
+
+
+def test_clipping_at_once_has_the_bits_of_clipping_in_the_update():
+    class Asks(Regression):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            self.clip_gradients(optimizer, gradient_clip_val=0.05)
+
+    found = fitted(Asks(), strategy("gpipe", micro_batch_size=2))[0]
+    assert torch.equal(found, fitted(Regression(), strategy("gpipe", micro_batch_size=2), gradient_clip_val=0.05)[0])
+
+
+@pytest.mark.parametrize("method", ["pb", "pipedream"])
+def test_limits_hold_for_one_step_with_delays_too(method):
+    class First(Regression):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            if not self.global_step:
+                self.clip_gradients(optimizer, gradient_clip_val=1e-12, gradient_clip_algorithm="value")
+
+    class Always(Regression):
+        def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
+            self.clip_gradients(optimizer, gradient_clip_val=1e-12, gradient_clip_algorithm="value")
+
+    begin = weights(Regression())
+    moved = [(fitted(made(), strategy(method))[0] - begin).abs().max() for made in (First, Always)]
+    assert moved[0] > 0.1 and moved[1] < 0.01
+
+
+def slower(optimizer, *_):
+    for group in optimizer.param_groups:
+        group["lr"] *= 0.8
+
+
+@pytest.mark.parametrize("options", [{}, {"micro_batch_size": 2}, {"workers": 2}])
+def test_a_hook_after_the_step_may_set_the_rate(options):
+    class Slower(Regression):
+        def configure_optimizers(self):
+            self.made = super().configure_optimizers()
+            self.made.register_step_post_hook(slower)
+            return self.made
+
+    module = Slower()
+    plain, _ = fitted(Slower(), None)
+    found, _ = fitted(module, strategy("gpipe", **options))
+    torch.testing.assert_close(found, plain, rtol=1e-12, atol=1e-12)
+    assert module.made.param_groups[0]["lr"] == pytest.approx(0.8**12 * Slower().configure_optimizers().defaults["lr"])
+
+
 def test_a_look_changes_no_bits():
     class Looks(pl.Callback):
         def on_before_optimizer_step(self, trainer, module, optimizer):

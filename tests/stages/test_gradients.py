@@ -187,6 +187,33 @@ def test_who_computes_the_loss_outside_sees_them_and_may_change_them():
     assert not torch.equal(run(halve=True), run())
 
 
+@pytest.mark.parametrize("options", [{}, {"workers": 2}])
+@pytest.mark.parametrize("change", [lambda g: None, lambda g: g * 0.5])
+def test_what_lies_in_grad_when_a_step_begins_counts(change, options):
+    """As in a plain loop: a weight without gradient is not stepped, and has no momentum or decay."""
+
+    def train(model, step, forward, backward):
+        for n, (x, y) in enumerate(data(4)):
+            output = forward(x)
+            nn.functional.mse_loss(output, y).backward()
+            backward(output)
+            for p in model.parameters() if n % 2 else model[1].parameters():
+                p.grad = change(p.grad)
+            step()
+
+    def made(params):
+        return torch.optim.SGD(params, lr=0.1, momentum=0.9, weight_decay=0.1)
+
+    plain, model = network(3), network(3)
+    optimizer = made(plain.parameters())
+    train(plain, lambda: (optimizer.step(), optimizer.zero_grad()), plain, lambda output: None)
+    pipe = pipeback.Pipeline(model, loss=None, optimizer=made, method="gpipe", **options)
+    train(model, pipe.step, pipe.forward, lambda output: pipe.backward(output.grad))
+    pipe.drain()
+    assert all(map(torch.equal, model.parameters(), plain.parameters()))
+    pipe.close()
+
+
 def test_who_clears_them_while_a_thread_of_ours_goes_back_loses_none():
     """As Lightning's zero_grad does in the user's thread, at any time; the loss is computed outside."""
     layer = nn.Linear(3, 3)

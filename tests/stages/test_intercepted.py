@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from pipeback.stages.gradients import Gradients, averaged, differentiate
+from pipeback.stages.averaging import averaged
+from pipeback.stages.gradients import Gradients, differentiate
 from pipeback.stages.intercepted import Intercepts
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipeback.runtime.worker import Worker
-from pipeback.stages.gradients import clipped
+from pipeback.stages.averaging import clipped
 from pipeback.vectorized.steps.row_tensors import RowTensors
 
 
