@@ -15,6 +15,7 @@ from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.grad_modes import unrecorded
 from pipeback.pipeline.held_out import Judge, Means, is_loader, joined, pairs
 from pipeback.pipeline.option_checks import at_least_one
+from pipeback.pipeline.replica_sync import copy_shown
 from pipeback.splitting.control_flow import as_written
 from pipeback.stages.evaluation import evaluate
 from pipeback.stages.flight import Value, cut
@@ -119,7 +120,11 @@ class Evaluation:
             showing = engine.holding.showing.by(None if engine.holding.store is None else how)
             try:
                 with showing, engine.holding.shown(changes=changes):
-                    yield
+                    try:
+                        yield
+                    finally:
+                        if changes:
+                            copy_shown(engine.holding.everywhere)
             finally:
                 for loop in engine.loops if changes else ():
                     loop.worker.outside[0].written()

@@ -167,21 +167,37 @@ class _OptimizerStates:
 
     def copy(self) -> None:
         """Copy the states to the other replicas, if somebody has written into them."""
-        if not self.due:
-            return
-        for mine, twin in self._pairs:
-            for w, other in zip(mine.weights, twin.weights, strict=True):
-                entry, there = mine.optimizer.state.get(w), twin.optimizer.state
-                if not entry:
-                    there.pop(other, None)
-                else:
-                    there[other] = _like(entry, there.get(other) or {})
+        for mine, twin in self._pairs if self.due else ():
+            _copy_state(mine, twin)
 
     def _now(self) -> list[Any]:
         """Every value of every state, each tensor with how often it was written."""
         entries = [stage.optimizer.state.get(w, {}) for stage in self._own for w in stage.weights]
         values = [value for entry in entries for value in (len(entry), *entry.values())]
         return [(value, value._version) if isinstance(value, Tensor) else (value, None) for value in values]
+
+
+def copy_shown(everywhere: Sequence[Sequence[Stage]]) -> None:
+    """Copy to every replica what the user has written into stages of the first that live in a store, while the weights
+    of all of them are shown.
+    """
+    with torch.no_grad():
+        for own, *twins in zip(*everywhere, strict=True):
+            for twin in twins if own.home.slot is not None else ():
+                for p, other in zip(own.module.parameters(), twin.module.parameters(), strict=True):
+                    _put(p, other)
+                _copy_state(own, twin)
+
+
+def _copy_state(own: Stage, twin: Stage) -> None:
+    """Give the optimizer of another replica's stage the state of the first's."""
+    there = twin.optimizer.state
+    for w, other in zip(own.weights, twin.weights, strict=True):
+        entry = own.optimizer.state.get(w)
+        if not entry:
+            there.pop(other, None)
+        else:
+            there[other] = _like(entry, there.get(other) or {})
 
 
 def _like(entry: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:
