@@ -25,10 +25,12 @@ from pipeback.tensors.copies import to_device
 
 
 class Evaluation:
-    """Evaluates the model of an engine. aliases: all names of each weight and buffer."""
+    """Evaluates the model of an engine. aliases: all names of each weight and buffer. changing: is called before the
+    user writes into what is shown.
+    """
 
-    def __init__(self, engine: Engine, aliases: dict[str, list[str]]) -> None:
-        self._engine, self._aliases = engine, aliases
+    def __init__(self, engine: Engine, aliases: dict[str, list[str]], changing: Callable[[], None]) -> None:
+        self._engine, self._aliases, self._changing = engine, aliases, changing
 
     def evaluate(
         self, x: Any, y: Any = None, batch_size: int | None = None, metrics: Mapping[str, Judge] | None = None
@@ -116,6 +118,8 @@ class Evaluation:
                 except BaseException as error:  # whatever it is, the error before it is the one to be told
                     if not isinstance(error, Exception) and error is not engine.error:
                         raise
+            if changes:
+                self._changing()
             how = f"shown({'changes=True' if changes else ''})"
             showing = engine.holding.showing.by(None if engine.holding.store is None else how)
             try:
