@@ -128,7 +128,7 @@ class Evaluation:
                         yield
                     finally:
                         if changes:
-                            copy_shown(engine.holding.everywhere)
+                            copy_shown(zip(*engine.holding.everywhere, strict=True))
             finally:
                 for loop in engine.loops if changes else ():
                     loop.worker.outside[0].written()
