@@ -200,7 +200,7 @@ def _of_rows(
 def _summed(second: list[Tensor], group: dict[str, Any], D: Tensor, t: Tensor) -> Sequence[Tensor]:
     """y of weights that take equal steps."""
     lengths = [q[0].numel() for q in second]
-    root = (second[0] if len(second) == 1 else torch.cat([q.flatten(1) for q in second], 1)).sqrt()
+    root = (second[0] if len(second) == 1 else torch.cat([q.reshape(len(q), -1) for q in second], 1)).sqrt()
     far = D.flatten().double()
     sizes, tiny = _quotients(group, group["lr"].double().expand_as(far), far, t, root.dtype)
     ends = (torch.arange(1, len(far) + 1, device=far.device) * (sizes != 0)).amax(1)  # of the rows that make a step

@@ -15,6 +15,7 @@ from pipeback.pipeline.engine import Engine
 from pipeback.pipeline.grad_modes import unrecorded
 from pipeback.pipeline.held_out import Judge, Means, is_loader, joined, pairs
 from pipeback.pipeline.option_checks import at_least_one
+from pipeback.pipeline.replica_sync import copy_shown
 from pipeback.splitting.control_flow import as_written
 from pipeback.stages.evaluation import evaluate
 from pipeback.stages.flight import Value, cut
@@ -24,10 +25,12 @@ from pipeback.tensors.copies import to_device
 
 
 class Evaluation:
-    """Evaluates the model of an engine. aliases: all names of each weight and buffer."""
+    """Evaluates the model of an engine. aliases: all names of each weight and buffer. changing: is called before the
+    user writes into what is shown.
+    """
 
-    def __init__(self, engine: Engine, aliases: dict[str, list[str]]) -> None:
-        self._engine, self._aliases = engine, aliases
+    def __init__(self, engine: Engine, aliases: dict[str, list[str]], changing: Callable[[], None]) -> None:
+        self._engine, self._aliases, self._changing = engine, aliases, changing
 
     def evaluate(
         self, x: Any, y: Any = None, batch_size: int | None = None, metrics: Mapping[str, Judge] | None = None
@@ -115,11 +118,17 @@ class Evaluation:
                 except BaseException as error:  # whatever it is, the error before it is the one to be told
                     if not isinstance(error, Exception) and error is not engine.error:
                         raise
+            if changes:
+                self._changing()
             how = f"shown({'changes=True' if changes else ''})"
             showing = engine.holding.showing.by(None if engine.holding.store is None else how)
             try:
                 with showing, engine.holding.shown(changes=changes):
-                    yield
+                    try:
+                        yield
+                    finally:
+                        if changes:
+                            copy_shown(zip(*engine.holding.everywhere, strict=True))
             finally:
                 for loop in engine.loops if changes else ():
                     loop.worker.outside[0].written()

@@ -66,10 +66,15 @@ class OutsideLoss:
         try:
             yield
         finally:
-            if self._checked is not None and self._checked is engine.runtime:
-                self._checked.loop.watch(True)
-            self._one_push, self._checked = False, None
+            self._one_push = False
+            self.check_anew()
             engine.holding.show_between(True)
+
+    def check_anew(self) -> None:
+        """Look for changes before the next forward, within `one_push`, too."""
+        if self._checked is not None and self._checked is self._engine.runtime:
+            self._checked.loop.watch(True)
+        self._checked = None
 
     def average(self) -> bool:
         """As `Pipeline.average`."""

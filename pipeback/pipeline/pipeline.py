@@ -126,7 +126,7 @@ class Pipeline(OutsideCalls):
             None if (every := options.debug.take_back) is None else TakeBack(self._engine, self._saving, every)
         )
         self._engine.kept = self._take_back
-        self._evaluation = Evaluation(self._engine, built.aliases)
+        self._evaluation = Evaluation(self._engine, built.aliases, self._outside.check_anew)
         self._inspection = Inspection(self._engine)
         self.split: Split = built.split  #: How the model became stages; print it or draw it.
         self.method: Method = built.method

@@ -7,7 +7,7 @@ writes into it. Over processes each rank has a model and optimizers of its own, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -26,11 +26,15 @@ class ReplicaSync:
     """everywhere: the stages of every replica in this process; those of the first hold the user's modules."""
 
     def __init__(self, everywhere: Sequence[Sequence[Stage]]) -> None:
-        # weights in a store are elsewhere between two pushes, where nobody writes into them; buffers are not
+        # weights in a store are elsewhere between two pushes, but for those that host memory shows; buffers are not
+        self._same = list(zip(*everywhere, strict=True))
         there = [[stage for stage in stages if stage.home.slot is None] for stages in everywhere]
         first, *others = [_modules(stages) for stages in there]
         self._modules: list[tuple[nn.Module, ...]] = list(zip(first, *others, strict=True)) if others else []
         self._weights = [p for modules in self._modules for p in modules[0]._parameters.values() if p is not None]
+        if len(everywhere) > 1:
+            shown = (stage for stage in everywhere[0] if stage.home.slot is not None and stage.home.slot.shows)
+            self._weights += [p for stage in shown for p in stage.module.parameters()]
         every = list(zip(*map(_modules, everywhere), strict=True))
         self._buffers = [
             (own._buffers, twin._buffers, key) for own, *twins in every for twin in twins for key in own._buffers
@@ -46,7 +50,7 @@ class ReplicaSync:
         """Whether the user seems to have written something since `remember`."""
         if self._hooks.due:
             return True
-        if not (self._modules or self._buffers):
+        if not (self._weights or self._buffers):
             return False
         if not self._begun or list(map(_writes, self._weights)) != self._written or self._states.due:
             return True
@@ -88,6 +92,7 @@ class ReplicaSync:
                 for module, *twins in self._modules:
                     for other in twins:
                         self._copy(module, other, known)
+                copy_shown(stages for stages in self._same if all(map(_rests, stages)))
                 for (own, twin, key), stood in zip(self._buffers, self._stood, strict=True):
                     if not self._begun or _Stands(own.get(key)) != stood:
                         _put_buffer(own, twin, key)
@@ -167,21 +172,43 @@ class _OptimizerStates:
 
     def copy(self) -> None:
         """Copy the states to the other replicas, if somebody has written into them."""
-        if not self.due:
-            return
-        for mine, twin in self._pairs:
-            for w, other in zip(mine.weights, twin.weights, strict=True):
-                entry, there = mine.optimizer.state.get(w), twin.optimizer.state
-                if not entry:
-                    there.pop(other, None)
-                else:
-                    there[other] = _like(entry, there.get(other) or {})
+        for mine, twin in self._pairs if self.due else ():
+            _copy_state(mine, twin)
 
     def _now(self) -> list[Any]:
         """Every value of every state, each tensor with how often it was written."""
         entries = [stage.optimizer.state.get(w, {}) for stage in self._own for w in stage.weights]
         values = [value for entry in entries for value in (len(entry), *entry.values())]
         return [(value, value._version) if isinstance(value, Tensor) else (value, None) for value in values]
+
+
+def copy_shown(same: Iterable[Sequence[Stage]]) -> None:
+    """Copy to every replica what the user has written into stages of the first that live in a store, while the weights
+    of all of them are shown. same: each of the stages, in all replicas.
+    """
+    with torch.no_grad():
+        for own, *twins in same:
+            for twin in twins if own.home.slot is not None else ():
+                for p, other in zip(own.module.parameters(), twin.module.parameters(), strict=True):
+                    _put(p, other)
+                _copy_state(own, twin)
+
+
+def _rests(stage: Stage) -> bool:
+    """Whether the weights of a stage in a store are shown between pushes, and not on the device."""
+    slot = stage.home.slot
+    return slot is not None and slot.shows and not slot.flat.here
+
+
+def _copy_state(own: Stage, twin: Stage) -> None:
+    """Give the optimizer of another replica's stage the state of the first's."""
+    there = twin.optimizer.state
+    for w, other in zip(own.weights, twin.weights, strict=True):
+        entry = own.optimizer.state.get(w)
+        if not entry:
+            there.pop(other, None)
+        else:
+            there[other] = _like(entry, there.get(other) or {})
 
 
 def _like(entry: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import cached_property
 from inspect import unwrap
-from itertools import chain
+from itertools import chain, zip_longest
 from operator import is_
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -101,19 +101,29 @@ def rates_of(stage: Any, options: Options) -> list[float]:
 
 
 def plain_groups(groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{k: v.item() if isinstance(v, Tensor) else v for k, v in g.items() if k != "params"} for g in groups]
+    return [{k: _plain(v) for k, v in g.items() if k != "params"} for g in groups]
+
+
+def _plain(value: Any) -> Any:
+    if type(value) is tuple:
+        return tuple(map(_plain, value))
+    return value.tolist() if isinstance(value, Tensor) else value
 
 
 def restored(saved: dict[str, Any], mine: dict[str, Any]) -> dict[str, Any]:
     """The saved options, in the types that this optimizer uses."""
     fixed = {"params": mine["params"]}
     for key, value in saved.items():
-        if isinstance(mine.get(key), Tensor):
-            value = torch.as_tensor(value, dtype=mine[key].dtype, device=mine[key].device)
-        elif isinstance(mine.get(key), tuple):
-            value = tuple(value)
-        fixed[key] = value
+        fixed[key] = _typed(value, mine.get(key))
     return fixed
+
+
+def _typed(value: Any, mine: Any) -> Any:
+    if isinstance(mine, Tensor):
+        return torch.as_tensor(value, dtype=mine.dtype, device=mine.device)
+    if isinstance(mine, tuple):
+        return tuple(_typed(each, own) for each, own in zip_longest(value, mine[: len(value)]))
+    return value
 
 
 def _value(value: Any) -> Any:

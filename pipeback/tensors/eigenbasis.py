@@ -36,7 +36,7 @@ def exact(tensors: Sequence[Tensor]) -> AbstractContextManager[object]:
 
 def as_matrix(x: Tensor) -> Tensor:
     """A weight or its gradient as a matrix: its first dimension by all others; the kernels of convolutions, too."""
-    return x.reshape(x.shape[0], -1)
+    return x.unsqueeze(-1).flatten(1)
 
 
 def blocks(length: int, block: int | None) -> int:
@@ -47,10 +47,10 @@ def blocks(length: int, block: int | None) -> int:
 def sides(shape: Sequence[int], largest: int, count: int = 2, block: int | None = None) -> tuple[bool, bool]:
     """Whether the rows and the columns of a weight of this shape get a basis.
 
-    Vectors get none, and neither do sides longer than `largest`, but in blocks. count: 2; 1: the shorter side alone;
-    0: none.
+    Vectors and weights without elements get none, and neither do sides longer than `largest`, but in blocks. count: 2;
+    1: the shorter side alone; 0: none.
     """
-    if len(shape) < 2 or not count:
+    if len(shape) < 2 or 0 in shape or not count:
         return False, False
     rows, columns = shape[0], torch.Size(shape[1:]).numel()
     left, right = (1 < n // blocks(n, block) <= largest for n in (rows, columns))

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from pipeback.vectorized.making.graph_maker import GraphMaker
 from tests.laws.cases import data, everything, network, pipeline
 
 STAGES, AT = 5, 9
@@ -83,4 +84,28 @@ def test_stages_as_one(which, thaws):
             pipe.push(*batch)
         pipe.drain()
         found.append(everything(pipe))
+    torch.testing.assert_close(*found, rtol=0, atol=1e-12)
+
+
+def test_a_weight_that_is_frozen_while_a_worker_makes_graphs_for_fewer_rows(monkeypatch):
+    """As where nobody waits for the workers before; what was pushed until then still trains it."""
+    makes, asked = GraphMaker.sizes, []
+
+    def sizes(maker, rings):
+        for needs in (False, True):
+            for stage in maker.stages:
+                stage.module[0].weight.requires_grad_(needs)
+            if not needs:
+                asked.append(makes(maker, rings))
+        return asked[-1]
+
+    monkeypatch.setattr(GraphMaker, "sizes", sizes)
+    batches, found = data(4, samples=4, dtype=torch.float64), []
+    for options in ({}, {"vectorize": True}):
+        pipe = pipeline(network(STAGES, dtype=torch.float64), "pb", "momentum", micro_batch_size=1, **options)
+        for batch in batches:
+            pipe.push(*batch)
+        pipe.drain()
+        found.append(everything(pipe))
+    assert asked and not any(asked)
     torch.testing.assert_close(*found, rtol=0, atol=1e-12)

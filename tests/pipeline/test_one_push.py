@@ -1,5 +1,7 @@
 """Micro-batches of one push whose losses are computed outside: as without that, but looked at once."""
 
+from contextlib import nullcontext
+
 import pytest
 import torch
 from torch import nn
@@ -128,3 +130,25 @@ def test_an_error_in_it_leaves_the_pipeline_as_it_is_afterwards():
     other.close()
     with pytest.raises(RuntimeError, match="close"), other.one_push():
         train(other, batches[4:])
+
+
+@pytest.mark.parametrize("options", [{}, {"store": "host"}])
+def test_what_is_written_within_shown_is_taken_over(options):
+    batches = data(12)
+    plain, other = outside("pb", **options), outside("pb", **options)
+
+    def halved(pipe):
+        with pipe.shown(changes=True), torch.no_grad():
+            for p in pipe.split.parts[1].module.parameters():
+                p.mul_(0.5)
+
+    for pipe, around in ((plain, nullcontext), (other, other.one_push)):
+        train(pipe, batches[:2])
+        with around():
+            for first in (2, 5):
+                train(pipe, batches[first : first + 3], step=False)
+                halved(pipe)
+            train(pipe, batches[8:10], step=False)
+        train(pipe, batches[10:])
+        pipe.drain()
+    assert torch.equal(everything(plain), everything(other))

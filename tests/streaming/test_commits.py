@@ -8,7 +8,7 @@ import torch
 from pipeback import checkpoint
 from pipeback.streaming.disk_store import DiskStore
 from tests.helpers.store_runs import batch, build, digest, train
-from tests.laws.cases import data, everything, network, pipeline
+from tests.laws.cases import OPTIMIZERS, data, everything, network, pipeline
 
 
 @pytest.mark.parametrize("method", ["gpipe", "pb"])
@@ -88,4 +88,25 @@ def test_what_was_drained_is_committed(every, tmp_path):
     again = begun()
     assert again.arrived == (12 if every is None else 10)
     assert torch.equal(everything(again), found) == (every is None)
+    again.close()
+
+
+def adam_of_tensors(weights):
+    betas = torch.tensor(0.8, dtype=torch.float64), torch.tensor(0.9, dtype=torch.float64)
+    return torch.optim.Adam(weights, lr=0.01, betas=betas, foreach=False)
+
+
+def test_options_that_are_tuples_of_tensors(tmp_path, monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "tensors", adam_of_tensors)
+    pipe = pipeline(network().double(), "pb", "tensors", store=f"disk:{tmp_path}")
+    for x, y in data(3):
+        pipe.push(x.double(), y.double())
+    pipe.drain()
+    found = everything(pipe)
+    pipe.close()
+    again = pipeline(network().double(), "pb", "tensors", store=f"disk:{tmp_path}")
+    betas = again.optimizers[0].param_groups[0]["betas"]
+    assert isinstance(betas, tuple) and betas == (0.8, 0.9)
+    assert all(isinstance(beta, torch.Tensor) and beta.dtype is torch.float64 for beta in betas)
+    assert torch.equal(everything(again), found)
     again.close()

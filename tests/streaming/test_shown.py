@@ -67,6 +67,40 @@ def test_changes_of_a_context_within_another_are_kept(store):
     go_on_alike(pipe, wanted)
 
 
+@pytest.mark.parametrize("method", ["gpipe", "pb"])
+def test_changes_reach_the_weights_and_optimizers_of_all_replicas(method, store):
+    pipe = trained(store, method, 0, replicas=2, optimizer="momentum")
+    wanted = trained(None, method, 0, optimizer="momentum")
+
+    def go_on_twice(each):
+        for x, y in data(3):
+            each.push(torch.cat([x, x.flip(0)]).double(), torch.cat([y, y.flip(0)]).double())
+
+    for each in (pipe, wanted):
+        go_on_twice(each)
+        with each.shown(changes=True):
+            halve(each)
+            for optimizer in each.optimizers:
+                for state in optimizer.state.values():
+                    state["momentum_buffer"].zero_()
+        go_on_twice(each)
+        each.drain()
+    torch.testing.assert_close(weights(pipe), weights(wanted), rtol=1e-12, atol=1e-12)
+    pipe.close()
+
+
+def test_all_replicas_see_weights_that_host_memory_shows():
+    pipe, wanted = trained("host", "sgd", 0, replicas=2), trained(None, "sgd", 0)
+    for each in (pipe, wanted):
+        for first in (0, 2, 4):
+            for x, y in data(6)[first : first + 2]:
+                each.push(torch.cat([x, x]).double(), torch.cat([y, y]).double())
+            each.wait()
+            halve(each)
+    torch.testing.assert_close(weights(pipe), weights(wanted), rtol=1e-12, atol=1e-12)
+    pipe.close()
+
+
 def test_a_pipeline_may_be_closed_while_weights_are_shown(store):
     pipe = trained(store)
     with pipe.shown(changes=True):

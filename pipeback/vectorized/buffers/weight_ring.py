@@ -69,7 +69,7 @@ class WeightRing:
         if shifted is None:
             self._to.put([w[some] for w in self._from], places, key)
         elif self._from:
-            self._to.put([w.flatten(1) for w in shifted], places, key)
+            self._to.put([w.view(len(w), -1) for w in shifted], places, key)
 
     def used(self, b: int, rows: tuple[int, int] | None = None) -> list[Tensor]:
         """Return all weights for B, as F used them."""

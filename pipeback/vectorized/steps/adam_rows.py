@@ -20,6 +20,7 @@ from pipeback.methods.adam import adam_spike
 from pipeback.private import fused_adam
 from pipeback.stages.joint_optimizer import Options, groups_of
 from pipeback.stages.stage import Stage
+from pipeback.tensors.flat_buffer import dense
 
 PLAIN = ("amsgrad", "maximize", "capturable", "differentiable")  # options that must be off
 KINDS = torch.float32, torch.float64  # torch's fused step rounds half types otherwise than its single operations
@@ -96,12 +97,14 @@ class AdamStep:
         """Return the numbers of the weights that torch's fused step moves, by η and λ, which are the same for all their
         rows; the numbers of the others, and their settings.
 
-        It takes one pass through memory where others take a pass per operation.
+        It takes one pass through memory where others take a pass per operation. It goes there in order, so that a
+        weight must not leave gaps, as a slice of columns does.
         """
         apart: dict[tuple[float, float], list[int]] = {}
         rest = []
         for m, (w, rates) in enumerate(zip(self.like, self.rates, strict=True)):
-            if w.is_cpu and w.dtype in KINDS and len(set(rates)) == 1 and not self.late:
+            alike = w.is_cpu and w.dtype in KINDS and len(set(rates)) == 1 and not self.late
+            if alike and w.stride() == dense(w):
                 apart.setdefault((rates[0], self.settings.decays[m]), []).append(m)
             else:
                 rest.append(m)
@@ -145,9 +148,12 @@ class AdamStep:
 
 
 def columns(numbers: Sequence[Sequence[float]], like: Sequence[Tensor]) -> list[Tensor]:
-    """Return the numbers of all rows as one tensor (n, 1, …) per weight, which multiplies that weight row by row."""
+    """Return the numbers of all rows as one tensor (n, 1, …) per weight, which multiplies that weight row by row.
+
+    A single number of a stage alone has no dimension.
+    """
     return [
-        torch.tensor(some, dtype=w.dtype, device=w.device).view(-1, *[1] * (w.dim() - 1) if w.dim() else ())
+        torch.tensor(some, dtype=w.dtype, device=w.device).view([-1, *[1] * w.dim()][: w.dim()])
         for some, w in zip(numbers, like, strict=True)
     ]
 

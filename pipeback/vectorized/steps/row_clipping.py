@@ -53,11 +53,11 @@ def _clipped(
     """Return what `clipped` gives for the gradients of every row."""
     over = torch.zeros(len(grads[0]), dtype=torch.bool, device=grads[0].device)
     if norm is not None:
-        of_weights = torch.stack([torch.linalg.vector_norm(g.flatten(1), dim=1) for g in grads])
+        of_weights = torch.stack([torch.linalg.vector_norm(g.reshape(len(g), -1), dim=1) for g in grads])
         scale = (norm / (torch.linalg.vector_norm(of_weights, dim=0) + 1e-6)).clamp(max=1.0)
         grads = torch._foreach_mul(list(grads), [scale.view(-1, *[1] * (g.dim() - 1)).to(g.dtype) for g in grads])
         over = scale < 1
     if value is not None:
-        over = over.logical_or(torch.stack([(g.abs() > value).flatten(1).any(1) for g in grads]).any(0))
+        over = over.logical_or(torch.stack([(g.abs() > value).reshape(len(g), -1).any(1) for g in grads]).any(0))
         grads = [g.clamp(-value, value) for g in grads]
     return grads, over.unbind()

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import fx
 
+from pipeback.vectorized.tracing.capture import Unfit
 from pipeback.vectorized.tracing.graph_shapes import root_of, shape_of
 from pipeback.vectorized.tracing.graphs import ADDED, Graph, Graphs
 
@@ -21,7 +22,8 @@ def accumulating(graphs: Graphs, weights: int, trained: Sequence[int]) -> Graph:
     """Return the backward with momentum: (*saved, *made, *G, m, m as a tensor, *v) -> gradients of X.
 
     It does v ← m·v + g in place for those of the weights that are numbered `trained`. A gradient g that is one matrix
-    product is added to v by that product, and is never a tensor of its own.
+    product is added to v by that product, and is never a tensor of its own. Raises `Unfit` if one of them has no
+    gradient, since it was frozen when the backward was traced.
     """
     graph: Any = graphs.backward.__self__  # type: ignore[attr-defined]  # the module that it is the forward of
     part, copies = fx.Graph(), dict[fx.Node, fx.Node]()
@@ -33,6 +35,8 @@ def accumulating(graphs: Graphs, weights: int, trained: Sequence[int]) -> Graph:
     (output,) = (node for node in graph.graph.nodes if node.op == "output")
     grads, gxs = output.args[0][:weights], output.args[0][weights:]
     there = [(grads[n], v) for n, v in zip(trained, velocities, strict=True)]
+    if any(grad is None for grad, _ in there):
+        raise Unfit("a weight was frozen before what had been pushed was done")
     products = {root_of(grad): v for grad, v in there if _product(grad, grads)}
     whole = [v for node, v in products.items() if node.target in ADDED]
     if others := [v for v in velocities if v not in whole]:  # torch refuses an empty list
