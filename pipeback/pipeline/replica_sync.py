@@ -200,11 +200,11 @@ def _rests(stage: Stage) -> bool:
     return slot is not None and slot.shows and not slot.flat.here
 
 
-def _copy_state(own: Stage, twin: Stage) -> None:
+def _copy_state(first: Stage, each: Stage) -> None:
     """Give the optimizer of another replica's stage the state of the first's."""
-    there = twin.optimizer.state
-    for w, other in zip(own.weights, twin.weights, strict=True):
-        entry = own.optimizer.state.get(w)
+    there = each.optimizer.state
+    for w, other in zip(first.weights, each.weights, strict=True):
+        entry = first.optimizer.state.get(w)
         if not entry:
             there.pop(other, None)
         else:
