@@ -21,6 +21,7 @@ from pipeback.lightning.call_override import Fronts
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.splitting.split import Split
 from pipeback.stages.module_settings import Mirror
+from pipeback.stages.trained_weights import Trained
 from pipeback.tensors import copies, meta
 
 
@@ -60,7 +61,8 @@ class ModuleShell:
         self._freed = [*self._values.values()]
         self._places = {name: _place(tensor) for name, tensor in self._values.items()}
         first = 0 if self.step is None else 1  # a twin follows by itself
-        self.mirror = Mirror([list(each.modules())[first:] for each in (found.module, self.copy)])
+        self._mirror = Mirror([list(each.modules())[first:] for each in (found.module, self.copy)])
+        self._trained = Trained(found.module.parameters())
 
     def cut(self, split: Split) -> None:
         """Hear of the stages: what of a LightningModule is in none of them stays as it is."""
@@ -71,6 +73,17 @@ class ModuleShell:
         self._values = {name: theirs for name, theirs in self._values.items() if name in names}
         weights = [theirs for theirs in self._values.values() if isinstance(theirs, nn.Parameter)]
         self._freed = [p for p in weights if p.requires_grad or self.step.single is not None]
+
+    def changed(self) -> bool:
+        """Whether modes or numbers were set, or weights frozen or trained again, since the copy last followed."""
+        return self._mirror.changed() or self._trained.changed()
+
+    def follow(self) -> None:
+        """Set in the copy what was set in the module; nobody may compute with it meanwhile."""
+        self._mirror.follow()
+        for mine, theirs in zip(self.copy.parameters(), self.found.module.parameters(), strict=True):
+            mine.requires_grad_(theirs.requires_grad)
+        self._trained = Trained(self.found.module.parameters())
 
     @property
     def shown(self) -> str:

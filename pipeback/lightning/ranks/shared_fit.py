@@ -130,14 +130,17 @@ class SharedFit:
 
     def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Judge | None = None) -> list[Any] | None:
         assert fit.pipe is not None
-        if self._hollow.mirror.changed():
-            with fit.quiet():
-                self._hollow.mirror.follow()
+        self._follow(fit)
         outputs = fit.pipe.forward_many(xs, expected=expected, judge=judge)
         if not self.hollow:
             self._hollow.check()
             self._empty(fit)
         return outputs if self.meeting.loss else None
+
+    def _follow(self, fit: Fit) -> None:
+        if self._hollow.changed():
+            with fit.quiet():
+                self._hollow.follow()
 
     def forget(self, pipe: Pipeline) -> None:
         raise RuntimeError(
@@ -179,7 +182,8 @@ class SharedFit:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def end(self, state: FitState) -> None:
-        if not state.lost:
+        if not state.lost and state.fit.pipe is not None:
+            self._follow(state.fit)
             state.fit.drain()
 
     def fail(self, error: BaseException) -> None:
