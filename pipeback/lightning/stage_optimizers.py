@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 
 from pipeback.lightning.update_size import UpdateSize
 from pipeback.pipeline.own_parameters import OfWeights
+from pipeback.pipeline.pipeline import Pipeline
 from pipeback.private import without_step_hooks
 from pipeback.stages.optimizer_counters import counted
 
@@ -37,6 +39,7 @@ class StageOptimizers(OfWeights):
         self._groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._made: list[tuple[Any, list[tuple[Tensor, nn.Parameter]], list[int]]] = []
         self._options = self._current()
+        self._shared: list[Any] = []  # the user's state as the twins share it, by identity
 
     def __call__(self, weights: list[Tensor]) -> torch.optim.Optimizer:
         """Make a twin over `weights`."""
@@ -51,11 +54,26 @@ class StageOptimizers(OfWeights):
         twin.param_groups = [{"params": groups[g], **self._options[g]} for g in numbers]
         self._made.append((twin, pairs, numbers))
         self._share(twin, pairs)
+        self._note()
         made: torch.optim.Optimizer = twin
         return made
 
-    def follow(self) -> None:
-        """Hand options that have changed, for example the learning rate of a scheduler, to every stage."""
+    def follow(self, pipe: Pipeline, *, stored: bool) -> None:
+        """Hand options that have changed, for example the learning rate of a scheduler, to every stage, and so a state
+        that was cleared or loaded. stored: the weights are in a store.
+        """
+        if self._replaced():
+            if any(_nowhere(w, self.optimizer.state[p]) for _, pairs, _ in self._made for w, p in pairs):
+                raise RuntimeError(
+                    "a state was loaded into the optimizer within fit, but over several devices the weights of the "
+                    "LightningModule are on the meta device then, and torch moves the state there; use "
+                    "Trainer(devices=1), or for an empty state optimizer.state.clear()"
+                )
+            with pipe.shown(changes=True):
+                self.give(stored=stored)
+        self._follow_options()
+
+    def _follow_options(self) -> None:
         now = self._current()
         if now != self._options:
             self._options = now
@@ -76,19 +94,35 @@ class StageOptimizers(OfWeights):
                 state = twin.state[w]
                 with_w = {k: v for k, v in state.items() if isinstance(v, Tensor) and (v.dim() or not w.dim())}
                 state.update({k: _owned(v, w.device) for k, v in with_w.items()})
-        self.follow()
+        self._note()
+        self._follow_options()
 
     def take(self) -> None:
         """Give the original the state that was loaded into the twins."""
-        self.collect()
+        self._collect()
         self._options = []  # the twins have those of the last micro-batch; a scheduler may have changed them since
-        self.follow()
+        self._follow_options()
 
     def collect(self) -> None:
-        """Let the original have the state of the twins; it is empty for stages on other ranks."""
+        """Let the original have the state of the twins; it is empty for stages on other ranks. What the user
+        has put into the original since is newer, and stays.
+        """
+        if not self._replaced():
+            self._collect()
+
+    def _collect(self) -> None:
         for twin, pairs, _ in self._made:
             for w, p in pairs:
                 self.optimizer.state[p] = twin.state[w]
+        self._note()
+
+    def _note(self) -> None:
+        self._shared = list(self.optimizer.state.values())
+
+    def _replaced(self) -> bool:
+        """Whether the user's state has other dictionaries than the twins share."""
+        state, shared = self.optimizer.state, self._shared
+        return len(state) != len(shared) or not all(map(is_, state.values(), shared))
 
     def detach(self) -> None:
         """Let the original have a copy of the state of the twins, which is about to be freed."""
@@ -139,6 +173,11 @@ def twin_of(optimizer: torch.optim.Optimizer) -> Any:
     twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
     without_step_hooks(twin)  # the user's hooks hear of the original's steps
     return twin
+
+
+def _nowhere(w: Tensor, state: dict[str, Any]) -> bool:
+    """Whether a state has no values although its weight has."""
+    return not w.is_meta and any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
 def _like(value: Any, p: Tensor) -> bool:
