@@ -78,7 +78,7 @@ class Fit:
         self.update = (1, 1)  # batches per update and micro-batches per batch that the pipeline was built for
         self.busy = 0.0  # seconds in F, B and U
         self.loss: Tensor | None = None  # what training_step returned for the last slice
-        self.hooks = StepHooks(module, optimizer)
+        self.hooks = StepHooks(module, optimizer, rank.elsewhere(store))
         self.averaged = False  # whether a callback has replaced the weights that micro-batches in flight have used
         self._output: Any = None  # the model's, cut from its graph; its gradient goes to the last stage
         self._outputs: list[Any] = []  # the same of slices whose F ran together

@@ -59,6 +59,7 @@ class ModuleShell:
             self.split = replace(found.split, parts=parts, model=self.copy)
         self._values = _tensors(found.module)  # that stages have
         self._freed = [*self._values.values()]
+        self._writes: list[int] = []  # their counters of writes when they were freed
         self._places = {name: _place(tensor) for name, tensor in self._values.items()}
         first = 0 if self.step is None else 1  # a twin follows by itself
         self._mirror = Mirror([list(each.modules())[first:] for each in (found.module, self.copy)])
@@ -105,6 +106,18 @@ class ModuleShell:
                     "load_state_dict and copy_ do"
                 )
 
+    def check_writes(self) -> None:
+        """Raise RuntimeError if somebody has written into a weight of the module while it is empty."""
+        if not self.empty or self._writes == list(map(_written, self._freed)):
+            return
+        names = {id(tensor): name for name, tensor in self._values.items()}
+        pairs = zip(self._freed, self._writes, strict=True)
+        name = next(names[id(tensor)] for tensor, before in pairs if _written(tensor) != before)
+        raise RuntimeError(
+            f"{self.found.shown}.{name} was written into within fit, but over several devices its values are with the "
+            "stages then, and what was written is lost; use Trainer(devices=1), or write before fit"
+        )
+
     def values(self) -> dict[str, Tensor]:
         """The weights and buffers that this rank holds."""
         mine = {n: t.detach() for n, t in _tensors(self.copy).items() if n in self._values and not t.is_meta}
@@ -114,6 +127,7 @@ class ModuleShell:
         """Free the values of the module, and replace its forward by `forward`."""
         if not self.empty:
             meta.let_go(self.module, self._freed)
+            self._writes = list(map(_written, self._freed))
         if not self._stand_ins:
             one = [(self.module, forward)]
             self._stand_ins = one if self.step is None else [*self.step.stand_ins(forward, self._freed)]
@@ -155,6 +169,9 @@ class ModuleShell:
                 f"{self.shown} was called with {len(inputs)} positional and {len(named)} named arguments; the "
                 "first stage takes one tensor or a tuple of tensors"
             )
+
+
+_written = attrgetter("_version")
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:
