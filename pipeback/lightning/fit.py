@@ -186,7 +186,7 @@ class Fit:
         self.interval.check(batches)
         self.size.see(self.interval.method(batches, len(cut)), batch, size, batches)
         if self.pipe is not None:
-            self.twins.follow(self.pipe, stored=self.store is not None)
+            self.twins.follow(self.pipe, trainer.optimizers, stored=self.store is not None)
         self._due = (batches, len(cut))
         expected = len(cut) * batches
 

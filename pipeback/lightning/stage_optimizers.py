@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
 from operator import is_
 from typing import Any
 
@@ -37,6 +38,8 @@ class StageOptimizers(OfWeights):
     ) -> None:  # fmt: skip
         self.optimizer, self.trained, self._size, self._piece = optimizer, trained, size, piece
         self._groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        held = [group["params"] for group in optimizer.param_groups]
+        self._sizes, self._weights = list(map(len, held)), list(chain.from_iterable(held))
         self._made: list[tuple[Any, list[tuple[Tensor, nn.Parameter]], list[int]]] = []
         self._options = self._current()
         self._shared: list[Any] = []  # the user's state as the twins share it, by identity
@@ -58,10 +61,19 @@ class StageOptimizers(OfWeights):
         made: torch.optim.Optimizer = twin
         return made
 
-    def follow(self, pipe: Pipeline, *, stored: bool) -> None:
+    def follow(self, pipe: Pipeline, optimizers: Sequence[torch.optim.Optimizer], *, stored: bool) -> None:
         """Hand options that have changed, for example the learning rate of a scheduler, to every stage, and so a state
-        that was cleared or loaded. stored: the weights are in a store.
+        that was cleared or loaded. optimizers: those of the Trainer. stored: the weights are in a store.
+
+        Raises ValueError if the optimizer, or what its groups hold, is no longer that of the beginning of fit.
         """
+        if len(optimizers) != 1 or optimizers[0] is not self.optimizer:
+            raise ValueError(
+                "the Trainer has got another optimizer within fit, but the stages step with that of its beginning; set "
+                'options of its groups instead (group["lr"] = 0.01), or let the fit end before, and call fit of '
+                "another Trainer"
+            )
+        self.check_groups()
         if self._replaced():
             if any(_nowhere(w, self.optimizer.state[p]) for _, pairs, _ in self._made for w, p in pairs):
                 raise RuntimeError(
@@ -72,6 +84,21 @@ class StageOptimizers(OfWeights):
             with pipe.shown(changes=True):
                 self.give(stored=stored)
         self._follow_options()
+
+    def check_groups(self, *, more: bool = False) -> None:
+        """Raise ValueError if a weight is in another group of the user's optimizer than at the beginning of fit, or in
+        none; more: or if a group has got more weights. A push names those that were frozen when fit began.
+        """
+        held = [group["params"] for group in self.optimizer.param_groups]
+        if list(map(len, held)) == self._sizes and all(map(is_, chain.from_iterable(held), self._weights)):
+            return
+        now = {id(p): g for g, params in enumerate(held) for p in params}
+        if (more and now != self._groups) or any(now.get(p) != g for p, g in self._groups.items()):
+            raise ValueError(
+                "the groups of the optimizer hold other weights than when fit began, whose groups the optimizers of "
+                "the stages have; set options of groups only, and requires_grad_(False) for what is not to be trained, "
+                "or let the fit end before, and call fit of another Trainer"
+            )
 
     def _follow_options(self) -> None:
         now = self._current()
