@@ -78,7 +78,7 @@ class Fit:
         self.update = (1, 1)  # batches per update and micro-batches per batch that the pipeline was built for
         self.busy = 0.0  # seconds in F, B and U
         self.loss: Tensor | None = None  # what training_step returned for the last slice
-        self.hooks = StepHooks(module, optimizer)
+        self.hooks = StepHooks(module, optimizer, rank.elsewhere(store))
         self.clipping = StepClipping(rank, module.trainer)
         self.averaged = False  # whether a callback has replaced the weights that micro-batches in flight have used
         self._output: Any = None  # the model's, cut from its graph; its gradient goes to the last stage
@@ -186,7 +186,7 @@ class Fit:
         self.interval.check(batches)
         self.size.see(self.interval.method(batches, len(cut)), batch, size, batches)
         if self.pipe is not None:
-            self.twins.follow()
+            self.twins.follow(self.pipe, trainer.optimizers, stored=self.store is not None)
         self._due = (batches, len(cut))
         expected = len(cut) * batches
 
@@ -334,7 +334,7 @@ class Fit:
         if self.pipe is not None:
             with self.at_work():
                 self.clipping.begin_step(self.pipe)
-                if self.twins.follow():
+                if self.twins.follow_options():
                     self.pipe.renew_options()
                 self.pipe.step()
 

@@ -10,6 +10,7 @@ from torch import nn
 from pipeback.pipeline.pipeline import Pipeline
 from pipeback.runtime.runners import Judge
 from pipeback.splitting.split import Split
+from pipeback.streaming.store import Store
 
 
 class Rank(Protocol):
@@ -18,6 +19,9 @@ class Rank(Protocol):
     @property
     def several(self) -> bool:
         """Whether it is one of several."""
+
+    def elsewhere(self, store: Store | None) -> str | None:
+        """Which weights have no gradients in hooks, and why; None: they have."""
 
     def split(self, example: Any) -> Split:
         """The stages that the pipeline gets."""

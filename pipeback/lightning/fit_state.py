@@ -92,6 +92,8 @@ class FitState:
 
     def _step(self) -> None:
         self.stepped = True
+        if self.fit.pipe is not None:
+            self.fit.twins.check_groups(more=True)
         self.fit.step()
         self.rank.stepped(self.fit)
 

@@ -13,11 +13,13 @@
 * `_current_fx_name`, the hook of Lightning under which a LightningModule logs.
 * `_trainer`, the attribute in which a LightningModule holds its Trainer: setting `trainer` sets that of its children.
 * `_device_mesh`, which a LightningModule shows as `device_mesh`.
+* `_compiler_ctx`, by which a LightningModule knows that `fit(torch.compile(module))` has compiled its steps.
 * where a logger stands: a `CSVLogger` that does not know of the rows in its file deletes them.
 """
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
@@ -25,6 +27,7 @@ from lightning.pytorch.loggers import CSVLogger
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
+from lightning.pytorch.utilities.compile import to_uncompiled
 
 __all__ = ["Launcher", "MultiProcessingLauncher", "ScriptLauncher"]
 TRAINER = "_trainer"
@@ -65,6 +68,28 @@ def running_hook(module: Any) -> str | None:
     """The hook under whose name a LightningModule logs now."""
     name: str | None = module._current_fx_name
     return name
+
+
+def as_written(module: Any) -> Any:
+    """Return a LightningModule without what `fit(torch.compile(module))` has compiled of it."""
+    if module._compiler_ctx is None:
+        return module
+    to_uncompiled(module)
+    for name in [name for name, mine in vars(module).items() if _is_of_class(module, name, mine)]:
+        delattr(module, name)
+    warnings.warn(
+        f"torch.compile has compiled {type(module).__name__}. The stages train without it, since its graphs may keep "
+        "functions of old weights; PipelineStrategy(compile=True) compiles each stage",
+        stacklevel=2,
+    )
+    return module
+
+
+def _is_of_class(module: Any, name: str, mine: Any) -> bool:
+    """Whether an attribute of the module is the method that its class has anyway."""
+    return getattr(mine, "__self__", None) is module and getattr(mine, "__func__", None) is getattr(
+        type(module), name, mine
+    )
 
 
 def step_value(metric: Any) -> Any:

@@ -18,6 +18,7 @@ from pipeback.runtime.runners import Judge
 from pipeback.splitting.split import Split
 from pipeback.stages.module_settings import Mirror
 from pipeback.streaming.disk_store import DiskStore
+from pipeback.streaming.store import DeviceStore, Store
 from pipeback.tensors import meta
 
 
@@ -34,6 +35,10 @@ class OneDevice:
         self._mirror: Mirror | None = None  # where stages have modules of their own
 
     # -- F, B and U ----------------------------------------------------------------------------------------------
+
+    def elsewhere(self, store: Store | None) -> str | None:
+        stored = not isinstance(store, DeviceStore | None)
+        return "with a store, .grad is None for weights of stages that are not on the device" if stored else None
 
     def split(self, example: Any) -> Split:
         return self.found.split or self.found.cut(self._model(), example)

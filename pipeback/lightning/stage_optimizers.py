@@ -9,6 +9,8 @@ from __future__ import annotations
 import copy
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from itertools import chain
+from operator import is_
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor, nn
 
 from pipeback.lightning.update_size import UpdateSize
 from pipeback.pipeline.own_parameters import OfWeights
+from pipeback.pipeline.pipeline import Pipeline
 from pipeback.private import without_step_hooks
 from pipeback.stages.optimizer_counters import counted
 
@@ -35,8 +38,11 @@ class StageOptimizers(OfWeights):
     ) -> None:  # fmt: skip
         self.optimizer, self.trained, self._size, self._piece = optimizer, trained, size, piece
         self._groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        held = [group["params"] for group in optimizer.param_groups]
+        self._sizes, self._weights = list(map(len, held)), list(chain.from_iterable(held))
         self._made: list[tuple[Any, list[tuple[Tensor, nn.Parameter]], list[int]]] = []
         self._options = self._current()
+        self._shared: list[Any] = []  # the user's state as the twins share it, by identity
 
     def __call__(self, weights: list[Tensor]) -> torch.optim.Optimizer:
         """Make a twin over `weights`."""
@@ -51,13 +57,51 @@ class StageOptimizers(OfWeights):
         twin.param_groups = [{"params": groups[g], **self._options[g]} for g in numbers]
         self._made.append((twin, pairs, numbers))
         self._share(twin, pairs)
+        self._note()
         made: torch.optim.Optimizer = twin
         return made
 
-    def follow(self) -> bool:
-        """Hand options that have changed, for example the learning rate of a scheduler, to every stage; return whether
-        any have.
+    def follow(self, pipe: Pipeline, optimizers: Sequence[torch.optim.Optimizer], *, stored: bool) -> None:
+        """Hand options that have changed, for example the learning rate of a scheduler, to every stage, and so a state
+        that was cleared or loaded. optimizers: those of the Trainer. stored: the weights are in a store.
+
+        Raises ValueError if the optimizer, or what its groups hold, is no longer that of the beginning of fit.
         """
+        if len(optimizers) != 1 or optimizers[0] is not self.optimizer:
+            raise ValueError(
+                "the Trainer has got another optimizer within fit, but the stages step with that of its beginning; set "
+                'options of its groups instead (group["lr"] = 0.01), or let the fit end before, and call fit of '
+                "another Trainer"
+            )
+        self.check_groups()
+        if self._replaced():
+            if any(_nowhere(w, self.optimizer.state[p]) for _, pairs, _ in self._made for w, p in pairs):
+                raise RuntimeError(
+                    "a state was loaded into the optimizer within fit, but over several devices the weights of the "
+                    "LightningModule are on the meta device then, and torch moves the state there; use "
+                    "Trainer(devices=1), or for an empty state optimizer.state.clear()"
+                )
+            with pipe.shown(changes=True):
+                self.give(stored=stored)
+        self.follow_options()
+
+    def check_groups(self, *, more: bool = False) -> None:
+        """Raise ValueError if a weight is in another group of the user's optimizer than at the beginning of fit, or in
+        none; more: or if a group has got more weights. A push names those that were frozen when fit began.
+        """
+        held = [group["params"] for group in self.optimizer.param_groups]
+        if list(map(len, held)) == self._sizes and all(map(is_, chain.from_iterable(held), self._weights)):
+            return
+        now = {id(p): g for g, params in enumerate(held) for p in params}
+        if (more and now != self._groups) or any(now.get(p) != g for p, g in self._groups.items()):
+            raise ValueError(
+                "the groups of the optimizer hold other weights than when fit began, whose groups the optimizers of "
+                "the stages have; set options of groups only, and requires_grad_(False) for what is not to be trained, "
+                "or let the fit end before, and call fit of another Trainer"
+            )
+
+    def follow_options(self) -> bool:
+        """Hand options that have changed to every stage; return whether any have."""
         now = self._current()
         changed = now != self._options
         if changed:
@@ -80,19 +124,35 @@ class StageOptimizers(OfWeights):
                 state = twin.state[w]
                 with_w = {k: v for k, v in state.items() if isinstance(v, Tensor) and (v.dim() or not w.dim())}
                 state.update({k: _owned(v, w.device) for k, v in with_w.items()})
-        self.follow()
+        self._note()
+        self.follow_options()
 
     def take(self) -> None:
         """Give the original the state that was loaded into the twins."""
-        self.collect()
+        self._collect()
         self._options = []  # the twins have those of the last micro-batch; a scheduler may have changed them since
-        self.follow()
+        self.follow_options()
 
     def collect(self) -> None:
-        """Let the original have the state of the twins; it is empty for stages on other ranks."""
+        """Let the original have the state of the twins; it is empty for stages on other ranks. What the user
+        has put into the original since is newer, and stays.
+        """
+        if not self._replaced():
+            self._collect()
+
+    def _collect(self) -> None:
         for twin, pairs, _ in self._made:
             for w, p in pairs:
                 self.optimizer.state[p] = twin.state[w]
+        self._note()
+
+    def _note(self) -> None:
+        self._shared = list(self.optimizer.state.values())
+
+    def _replaced(self) -> bool:
+        """Whether the user's state has other dictionaries than the twins share."""
+        state, shared = self.optimizer.state, self._shared
+        return len(state) != len(shared) or not all(map(is_, state.values(), shared))
 
     def detach(self) -> None:
         """Let the original have a copy of the state of the twins, which is about to be freed."""
@@ -143,6 +203,11 @@ def twin_of(optimizer: torch.optim.Optimizer) -> Any:
     twin.__dict__.pop("step", None)  # a scheduler's wrapper is bound to the original
     without_step_hooks(twin)  # the user's hooks hear of the original's steps
     return twin
+
+
+def _nowhere(w: Tensor, state: dict[str, Any]) -> bool:
+    """Whether a state has no values although its weight has."""
+    return not w.is_meta and any(isinstance(value, Tensor) and value.is_meta for value in state.values())
 
 
 def _like(value: Any, p: Tensor) -> bool:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
 from pipeback.lightning.micro_batches import Log
@@ -16,6 +17,7 @@ from pipeback.lightning.slice_by_slice import differentiate
 from pipeback.pipeline.pipeline import Pipeline
 
 BACKWARD = ("backward", "on_before_backward")
+LOOKS = ("on_after_backward", "on_before_optimizer_step")
 GRADIENTS = ("on_before_optimizer_step", "configure_gradient_clipping")  # called with gradients that are complete
 
 
@@ -41,7 +43,8 @@ class StepHooks:
     see gradients that are means before a step.
     """
 
-    def __init__(self, module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
+    def __init__(self, module: LightningModule, optimizer: torch.optim.Optimizer, elsewhere: str | None) -> None:
+        """elsewhere: which weights have no gradients in hooks, and why; None: they have."""
         self.module, self.optimizer = module, optimizer
         self.differentiate: Callable[[Tensor], None] = differentiate  # the loss of a slice
         self._log: Log | None = None  # what the hooks have logged for the slices before
@@ -49,6 +52,9 @@ class StepHooks:
         if self._any:
             self.differentiate = self._differentiate
         self._look = next(overridden(module.trainer, module, GRADIENTS), None) is not None
+        hook = None if elsewhere is None else next(overridden(module.trainer, module, LOOKS), None)
+        if hook is not None:
+            rank_zero_warn(f"{elsewhere}: {hook} neither sees their gradients nor changes them")
 
     def begin(self, log: Log) -> None:
         """Hear of a batch of several slices. log: collects what is logged on them."""

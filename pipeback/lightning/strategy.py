@@ -174,7 +174,7 @@ class PipelineStrategy(Place):
     # -- building ------------------------------------------------------------------------------------------------
 
     def connect(self, model: LightningModule) -> None:
-        uncompiled(model, type(model).__name__)  # before a checkpoint is loaded, whose names are those without
+        uncompiled(lightning_internals.as_written(model), type(model).__name__)  # a checkpoint has names without it
         super().connect(model)
 
     def setup(self, trainer: Trainer) -> None:

@@ -7,6 +7,7 @@ remove these buffers.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterable, Sequence
 from itertools import chain, repeat
 from operator import attrgetter, is_
@@ -64,9 +65,10 @@ class OptimizerStateWatch:
         state, first = stage.optimizer.state, stage.weights[0]
         entry = state.get(first, {})
         if any(entry is e for e in known) and (BUFFER not in entry or any(entry[BUFFER] is v for v in known)):
-            # a step that caches the tensors of all weights compares those of the first weight
-            copied = stage.home.slot is None  # the state of a store may be out of memory
-            state[first] = {k: v.clone() if copied and isinstance(v, Tensor) else v for k, v in entry.items()}
+            # a step over several stages compares the dictionary of the state, stages as one tensors of the first weight
+            stage.optimizer.state = copy.copy(state)  # the entries stay, to which others may refer
+            if stage.home.slot is None:  # the state of a store may be out of memory
+                entry.update({k: v.clone() for k, v in entry.items() if isinstance(v, Tensor)})
         velocities = [state[w].get(BUFFER) if w in state else None for w in stage.weights]
         for name in self._names:
             if not all(map(is_, velocities, stage.state[name])):

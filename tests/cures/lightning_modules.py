@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -248,3 +249,37 @@ class Switching(Heads):
 
     def loss(self, x: Any, y: Any) -> Any:
         return nn.functional.cross_entropy(self.switch(self.encoder(x)), y)
+
+
+class Regrouped(Regression):
+    """Does one thing to its optimizer when the second epoch begins."""
+
+    def __init__(self, do: Callable[[Any], object]) -> None:
+        super().__init__()
+        self.do = do
+
+    def on_train_epoch_start(self) -> None:
+        if self.current_epoch == 1:
+            self.do(self)
+
+
+def to_another_group(module: Any) -> None:
+    (optimizer,) = module.trainer.optimizers
+    optimizer.add_param_group({"params": [optimizer.param_groups[0]["params"].pop()], "lr": 0.01})
+
+
+def taken_out(module: Any) -> None:
+    del module.trainer.optimizers[0].param_groups[0]["params"][0]
+
+
+def frozen(module: Any) -> None:
+    next(module.parameters()).requires_grad_(False)
+
+
+def another_optimizer(module: Any) -> None:
+    module.trainer.optimizers = [torch.optim.SGD(module.parameters(), lr=0.01)]
+
+
+def another_rate(module: Any) -> None:
+    for group in module.trainer.optimizers[0].param_groups:
+        group["lr"] = 0.01

@@ -17,6 +17,7 @@ from tests.laws.cases import network
 from tests.lightning.cases import Regression, loader, strategy, trainer
 from tests.lightning.several_modules import batches
 
+from . import lightning_modules
 from .lightning_modules import (
     Counting,
     Functions,
@@ -214,6 +215,21 @@ ROWS: dict[str, Row] = {
         fits(callbacks=[pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01)], devices=2),
         "needs the whole model in one process; leave it out, or use devices=1",
         lambda: fits(callbacks=[pl.callbacks.StochasticWeightAveraging(swa_lrs=0.01)])(),
+    ),
+    "another optimizer": Row(
+        fits(lambda: lightning_modules.Regrouped(lightning_modules.another_optimizer), later=True),
+        r"another optimizer within fit, .*; set options of its groups instead \(group\[\"lr\"\] = 0.01\)",
+        fits(lambda: lightning_modules.Regrouped(lightning_modules.another_rate)),
+    ),
+    "a weight in another group": Row(
+        fits(lambda: lightning_modules.Regrouped(lightning_modules.to_another_group), later=True),
+        "hold other weights than when fit began, .*; set options of groups only",
+        fits(lambda: lightning_modules.Regrouped(lightning_modules.another_rate)),
+    ),
+    "a weight in no group": Row(
+        fits(lambda: lightning_modules.Regrouped(lightning_modules.taken_out), later=True),
+        r"and requires_grad_\(False\) for what is not to be trained, or let the fit end before",
+        fits(lambda: lightning_modules.Regrouped(lightning_modules.frozen)),
     ),
     "threads on devices": Row(
         fits(where=partial(strategy, "pb", workers=2), devices=2),

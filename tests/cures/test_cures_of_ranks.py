@@ -232,6 +232,49 @@ def test_calls_that_several_devices_cannot_serve(crew, where):
     crew.again()
 
 
+class Resets(Regression):
+    """Takes the optimizer back to its state of the second epoch, or as the message says."""
+
+    def __init__(self, some: bool) -> None:
+        super().__init__()
+        self.some = some
+
+    def on_train_epoch_start(self) -> None:
+        optimizer = self.trainer.optimizers[0]
+        if self.current_epoch == 1:
+            self.kept = optimizer.state_dict()
+        elif self.current_epoch == 2 and self.some:
+            optimizer.load_state_dict(self.kept)
+        elif self.current_epoch == 2:
+            optimizer.state.clear()
+
+
+def reset(rank: int, some: bool) -> None:
+    lightning_ranks.fit(module=partial(Resets, some), max_epochs=3)
+
+
+class Halves(Regression):
+    """Writes into its weights amid a fit, or as the message says."""
+
+    def __init__(self, some: bool) -> None:
+        super().__init__()
+        self.some = some
+        if not some:
+            self.halve()
+
+    def halve(self) -> None:
+        with torch.no_grad():
+            next(self.parameters()).mul_(0.5)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if self.some and batch_idx == 2:
+            self.halve()
+
+
+def written(rank: int, some: bool) -> None:
+    lightning_ranks.fit(module=partial(Halves, some))
+
+
 ROWS: dict[Callable[[int, bool], None], str] = {
     clipped: "rank 1 has clip_norm None, rank 0 has 1.0; start the same script with the same options",
     replicated: "replicas=3 does not divide the 2 ranks; start a multiple of it",
@@ -248,6 +291,8 @@ ROWS: dict[Callable[[int, bool], None], str] = {
     linked: r"parts of the stages each do not exchange tensors by NCCL; use workers=pipeback.Processes\(link='gloo'\)",
     far_loss: "loss=None over several ranks does not go with placement='v'; use placement='neighbours'",
     whole: "may look at whole matrices, but every replica's store keeps a slice of them; use one of torch",
+    reset: r"torch moves the state there; use Trainer\(devices=1\), or for an empty state optimizer.state.clear\(\)",
+    written: r"what was written is lost; use Trainer\(devices=1\), or write before fit",
     braked: "looks at whole weights, but every replica's store keeps a slice of them; use store=None, or one replica",
     meshed: r"mesh has 3 dimensions; use \(replicas, workers\), or \(workers,\)",
     no_mesh: "mesh must be None or a DeviceMesh, but is list; for example mesh=torch.distributed.device_mesh.init_dev",

@@ -64,6 +64,23 @@ class Dropout(pl.Callback):
                 each.p = 0.1 * (1 + batch_idx % 3)
 
 
+class Freezes(pl.Callback):
+    """Freezes weights of every rank, and has them trained again."""
+
+    def on_fit_start(self, trainer, module):
+        module.model[0].requires_grad_(False)
+
+    def on_train_epoch_start(self, trainer, module):
+        module.model[-1].requires_grad_(trainer.current_epoch == 0)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 5:
+            module.model[0].requires_grad_(True)
+
+    def on_train_epoch_end(self, trainer, module):
+        module.model[0].requires_grad_(trainer.current_epoch == 0)
+
+
 class Whole(Regression):
     """Logs in every way: on the step, on the epoch, a metric, with sync_dist; and draws before it calls the model."""
 

@@ -58,6 +58,13 @@ def test_devices_are_one_device(case, crew):
         assert (found["losses"] is not None) == (rank == 0)
 
 
+def test_what_hooks_freeze_is_frozen(crew):
+    options = dict(method="pb", callbacks=[ranks.Freezes()], **MOMENTUM)
+    wanted = ranks.result(devices=1, **options)
+    for found in crew.ranks(2).run(ranks.result, devices=2, **options):
+        assert ranks.differences(found, wanted) == []
+
+
 WHOLE = dict(module=ranks.Whole, data=partial(ranks.shuffled, samples=8), val=partial(loader, 3, samples=4))
 LIMITS = [
     {"max_steps": 7, "max_epochs": -1}, {"limit_train_batches": 5}, {"fast_dev_run": 3}, {"overfit_batches": 2},

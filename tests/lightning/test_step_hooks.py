@@ -1,11 +1,14 @@
 """Hooks between the forward of a batch and its update: for every slice of a batch, as for the batch as a whole."""
 
+import warnings
+
 import lightning.pytorch as pl
 import pytest
 import torch
 from lightning.pytorch.utilities import grad_norm
 from torch.nn.functional import mse_loss
 
+from tests.lightning import ranks
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
 
 
@@ -45,6 +48,11 @@ class Clipped(Regression):
 
     def configure_gradient_clipping(self, optimizer, gradient_clip_val=None, gradient_clip_algorithm=None):
         torch.nn.utils.clip_grad_norm_([p for p in self.parameters() if p.grad is not None], 0.05)
+
+
+class Sees(Regression):
+    def on_after_backward(self):
+        assert all(p.grad is None for p in self.parameters())
 
 
 class Table(Clipped):
@@ -242,3 +250,26 @@ def test_a_look_changes_no_bits():
     clips = {"gradient_clip_val": 0.05, "accumulate_grad_batches": 2}
     found = [fitted(Regression(), strategy("gpipe", micro_batch_size=1), *look, **clips)[0] for look in ([], [Looks()])]
     assert torch.equal(*found)
+
+
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_a_hook_that_sees_no_gradients_is_named():
+    class Looks(pl.Callback):
+        def on_before_optimizer_step(self, trainer, module, optimizer):
+            assert any(p.grad is None for p in module.parameters())
+
+    with pytest.warns(UserWarning, match="with a store, .grad is None .*: Looks.on_before_optimizer_step neither sees"):
+        fitted(Regression(), strategy("gpipe", store="host"), Looks())
+
+
+def test_a_hook_that_sees_no_gradients_over_devices_is_named(crew):
+    told, _ = crew.ranks(2).run(warnings_over_devices)
+    says = "over several devices, .grad is None for all weights of the stages: Sees.on_after_backward neither"
+    assert any(says in text for text in told), told
+
+
+def warnings_over_devices():
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        ranks.fit(devices=2, module=Sees, max_epochs=1)
+    return [str(each.message) for each in told]

@@ -86,6 +86,7 @@ class ProcessFamily(lightning_internals.Launcher):
                 return function(*args, **named)
             finally:
                 self._place.alone = False
+        lightning_internals.as_written(trainer.lightning_module)  # which is to be sent
         self._place.check_before_launch(trainer)
         ForkingPickler.register(torch.Generator, _packed)
         port = os.environ.get("MASTER_PORT")  # it will be set, and other fits must not meet there

@@ -21,6 +21,7 @@ from pipeback.lightning.call_override import Fronts
 from pipeback.lightning.find_stages import TrainedModule
 from pipeback.splitting.split import Split
 from pipeback.stages.module_settings import Mirror
+from pipeback.stages.trained_weights import Trained
 from pipeback.tensors import copies, meta
 
 
@@ -58,9 +59,11 @@ class ModuleShell:
             self.split = replace(found.split, parts=parts, model=self.copy)
         self._values = _tensors(found.module)  # that stages have
         self._freed = [*self._values.values()]
+        self._writes: list[int] = []  # their counters of writes when they were freed
         self._places = {name: _place(tensor) for name, tensor in self._values.items()}
         first = 0 if self.step is None else 1  # a twin follows by itself
-        self.mirror = Mirror([list(each.modules())[first:] for each in (found.module, self.copy)])
+        self._mirror = Mirror([list(each.modules())[first:] for each in (found.module, self.copy)])
+        self._trained = Trained(found.module.parameters())
 
     def cut(self, split: Split) -> None:
         """Hear of the stages: what of a LightningModule is in none of them stays as it is."""
@@ -71,6 +74,17 @@ class ModuleShell:
         self._values = {name: theirs for name, theirs in self._values.items() if name in names}
         weights = [theirs for theirs in self._values.values() if isinstance(theirs, nn.Parameter)]
         self._freed = [p for p in weights if p.requires_grad or self.step.single is not None]
+
+    def changed(self) -> bool:
+        """Whether modes or numbers were set, or weights frozen or trained again, since the copy last followed."""
+        return self._mirror.changed() or self._trained.changed()
+
+    def follow(self) -> None:
+        """Set in the copy what was set in the module; nobody may compute with it meanwhile."""
+        self._mirror.follow()
+        for mine, theirs in zip(self.copy.parameters(), self.found.module.parameters(), strict=True):
+            mine.requires_grad_(theirs.requires_grad)
+        self._trained = Trained(self.found.module.parameters())
 
     @property
     def shown(self) -> str:
@@ -92,6 +106,18 @@ class ModuleShell:
                     "load_state_dict and copy_ do"
                 )
 
+    def check_writes(self) -> None:
+        """Raise RuntimeError if somebody has written into a weight of the module while it is empty."""
+        if not self.empty or self._writes == list(map(_written, self._freed)):
+            return
+        names = {id(tensor): name for name, tensor in self._values.items()}
+        pairs = zip(self._freed, self._writes, strict=True)
+        name = next(names[id(tensor)] for tensor, before in pairs if _written(tensor) != before)
+        raise RuntimeError(
+            f"{self.found.shown}.{name} was written into within fit, but over several devices its values are with the "
+            "stages then, and what was written is lost; use Trainer(devices=1), or write before fit"
+        )
+
     def values(self) -> dict[str, Tensor]:
         """The weights and buffers that this rank holds."""
         mine = {n: t.detach() for n, t in _tensors(self.copy).items() if n in self._values and not t.is_meta}
@@ -101,6 +127,7 @@ class ModuleShell:
         """Free the values of the module, and replace its forward by `forward`."""
         if not self.empty:
             meta.let_go(self.module, self._freed)
+            self._writes = list(map(_written, self._freed))
         if not self._stand_ins:
             one = [(self.module, forward)]
             self._stand_ins = one if self.step is None else [*self.step.stand_ins(forward, self._freed)]
@@ -142,6 +169,9 @@ class ModuleShell:
                 f"{self.shown} was called with {len(inputs)} positional and {len(named)} named arguments; the "
                 "first stage takes one tensor or a tuple of tensors"
             )
+
+
+_written = attrgetter("_version")
 
 
 def _tensors(module: nn.Module) -> dict[str, Tensor]:

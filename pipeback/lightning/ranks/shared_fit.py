@@ -38,6 +38,7 @@ from pipeback.private import pytree
 from pipeback.runtime.runners import Judge
 from pipeback.splitting.refusals import Unmade
 from pipeback.splitting.split import Split
+from pipeback.streaming.store import Store
 
 OBJECTS = (
     "With several devices, the stages have copies of the LightningModule's modules. These stand for modules in its "
@@ -78,6 +79,9 @@ class SharedFit:
         return self._pipe is not None and self._hollow.empty
 
     # -- building ------------------------------------------------------------------------------------------------
+
+    def elsewhere(self, store: Store | None) -> str | None:
+        return "over several devices, .grad is None for all weights of the stages"
 
     def split(self, example: Any) -> Split:
         hollow = self._hollow = ModuleShell(self.found, self.module)
@@ -130,14 +134,18 @@ class SharedFit:
 
     def enter(self, fit: Fit, xs: list[Any], expected: int, judge: Judge | None = None) -> list[Any] | None:
         assert fit.pipe is not None
-        if self._hollow.mirror.changed():
-            with fit.quiet():
-                self._hollow.mirror.follow()
+        self._hollow.check_writes()
+        self._follow(fit)
         outputs = fit.pipe.forward_many(xs, expected=expected, judge=judge)
         if not self.hollow:
             self._hollow.check()
             self._empty(fit)
         return outputs if self.meeting.loss else None
+
+    def _follow(self, fit: Fit) -> None:
+        if self._hollow.changed():
+            with fit.quiet():
+                self._hollow.follow()
 
     def forget(self, pipe: Pipeline) -> None:
         raise RuntimeError(
@@ -179,7 +187,8 @@ class SharedFit:
     # -- the end -------------------------------------------------------------------------------------------------
 
     def end(self, state: FitState) -> None:
-        if not state.lost:
+        if not state.lost and state.fit.pipe is not None:
+            self._follow(state.fit)
             state.fit.drain()
 
     def fail(self, error: BaseException) -> None:
