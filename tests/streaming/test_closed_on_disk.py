@@ -47,7 +47,9 @@ def trained(pipe, count):
 
 def test_built_anew_it_goes_on(tmp_path):
     wanted = trained(build(tmp_path / "whole"), 5)
-    pipe, Fails.left = build(tmp_path / "own"), 12
+    pipe = build(tmp_path / "own")
+    trained(pipe, 2)
+    Fails.left = 2  # not before: the rehearsal runs backwards, too, as often as its measurement takes
     with pytest.raises(StageError, match="the backward failed: stop"):
         trained(pipe, 5)
     with pytest.raises(
@@ -57,7 +59,7 @@ def test_built_anew_it_goes_on(tmp_path):
     assert "take_back" not in str(told.value).partition("could not be taken back")[2]
     pipe.close()
     pipe = build(tmp_path / "own")
-    assert pipe.pushes >= 1  # the second may not have been committed when the third failed
+    assert pipe.pushes == 2
     found = trained(pipe, 5)
     assert all(torch.equal(value, wanted[name]) for name, value in found.items())
     pipe.close()
