@@ -116,16 +116,16 @@ class Fit:
         return int(steps) if 0 < steps < float("inf") else None
 
     def build(self, batches: int, per_batch: int, example: Any = None) -> None:
-        """Build the pipeline for updates of `batches` batches with `per_batch` micro-batches each.
-
-        example: its first input, for a module whose forward is traced.
+        """Build the pipeline for updates of `batches` batches with `per_batch` micro-batches each. example: its first
+        input, for a module whose forward is traced.
         """
         method = self.interval.method(batches, per_batch)
         trainer = self.module.trainer
         with by_itself(self.found.module, self._own):
             split = self.rank.split(example)
         self._program = split.program
-        self.twins = StageOptimizers(self.optimizer, self.rank.trained(split), self.size, self.rank.piece)
+        trained, stored = self.rank.trained(split), self.store is not None
+        self.twins = StageOptimizers(self.optimizer, trained, self.size, self.rank.piece, stored=stored)
         updates = partial(self.interval.updates, method, per_batch)
         given = self.options.of_pipeline(self.store, trainer.strategy.root_device, self.clipping.limits, updates)
         if self.vectorize == "auto" and method.chunks > 1 and (self.rank.several or (self.options.threads or 1) > 1):
@@ -186,7 +186,7 @@ class Fit:
         self.interval.check(batches)
         self.size.see(self.interval.method(batches, len(cut)), batch, size, batches)
         if self.pipe is not None:
-            self.twins.follow(self.pipe, trainer.optimizers, stored=self.store is not None)
+            self.twins.follow(self.pipe, trainer.optimizers)
         self._due = (batches, len(cut))
         expected = len(cut) * batches
 

@@ -214,7 +214,7 @@ class FitState:
         fit = self.fit
         assert fit.pipe is not None
         with self.shown(changes=True):
-            fit.twins.give(stored=fit.store is not None)
+            fit.twins.give()
         if section is None:
             return
         here, there = self.rank.fresh(fit.pipe)["stages"], section["state"]["stages"]

@@ -89,7 +89,7 @@ class OneDevice:
     def stepped(self, fit: Fit) -> None:
         if fit.pipe is not None:
             self._note()
-            if fit.vectorize:
+            if fit.vectorize or fit.store is not None:
                 fit.twins.collect()
 
     def _note(self) -> None:
@@ -114,8 +114,7 @@ class OneDevice:
             if state.sparse:
                 assert fit.pipe is not None
                 return fit.twins.dense_state_dict(fit.pipe.expanded)
-            if fit.vectorize:
-                fit.twins.collect()  # the state of stages that run as one lies elsewhere since then
+            fit.twins.collect()  # the state of stages that run as one lies elsewhere since then
             found = fit.twins.state_dict()
             return copy.deepcopy(found) if isinstance(fit.store, DiskStore) else found
 

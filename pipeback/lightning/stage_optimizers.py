@@ -1,7 +1,8 @@
 """One optimizer per stage, with the options and the state of the optimizer of the LightningModule.
 
 Schedulers, monitors and checkpoints still see the user's optimizer. Its state holds the very same objects as those of
-the stages' optimizers, which this file calls twins; its options are copied to them when they change.
+the stages' optimizers, which this file calls twins; its options are copied to them when they change. With a store, whose
+threads read the state of the twins, the user has dictionaries of his own with the same tensors.
 """
 
 from __future__ import annotations
@@ -29,20 +30,23 @@ class StageOptimizers(OfWeights):
     """Makes the optimizers of the stages: call it with the weights of each stage, in the order of the stages.
 
     trained: the user's parameters that each stage trains, in the order in which its module has them. size: scales rates
-    to the samples of an update. piece: what this rank keeps of the state of a parameter.
+    to the samples of an update. piece: what this rank keeps of the state of a parameter. stored: the weights are in a
+    store.
     """
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, trained: Sequence[Sequence[nn.Parameter]], size: UpdateSize,
-        piece: Callable[[nn.Parameter, dict[str, Any]], dict[str, Any]],
+        piece: Callable[[nn.Parameter, dict[str, Any]], dict[str, Any]], *, stored: bool = False,
     ) -> None:  # fmt: skip
         self.optimizer, self.trained, self._size, self._piece = optimizer, trained, size, piece
+        self._stored = stored
         self._groups = {id(p): g for g, group in enumerate(optimizer.param_groups) for p in group["params"]}
         held = [group["params"] for group in optimizer.param_groups]
         self._sizes, self._weights = list(map(len, held)), list(chain.from_iterable(held))
         self._made: list[tuple[Any, list[tuple[Tensor, nn.Parameter]], list[int]]] = []
         self._options = self._current()
         self._shared: list[Any] = []  # the user's state as the twins share it, by identity
+        self._lent: list[dict[str, Any]] = []  # with a store: what these held
 
     def __call__(self, weights: list[Tensor]) -> torch.optim.Optimizer:
         """Make a twin over `weights`."""
@@ -61,9 +65,9 @@ class StageOptimizers(OfWeights):
         made: torch.optim.Optimizer = twin
         return made
 
-    def follow(self, pipe: Pipeline, optimizers: Sequence[torch.optim.Optimizer], *, stored: bool) -> None:
+    def follow(self, pipe: Pipeline, optimizers: Sequence[torch.optim.Optimizer]) -> None:
         """Hand options that have changed, for example the learning rate of a scheduler, to every stage, and so a state
-        that was cleared or loaded. optimizers: those of the Trainer. stored: the weights are in a store.
+        that was cleared or loaded. optimizers: those of the Trainer.
 
         Raises ValueError if the optimizer, or what its groups hold, is no longer that of the beginning of fit.
         """
@@ -82,7 +86,7 @@ class StageOptimizers(OfWeights):
                     "Trainer(devices=1), or for an empty state optimizer.state.clear()"
                 )
             with pipe.shown(changes=True):
-                self.give(stored=stored)
+                self.give()
         self.follow_options()
 
     def check_groups(self, *, more: bool = False) -> None:
@@ -112,15 +116,15 @@ class StageOptimizers(OfWeights):
                     group.update({k: v for k, v in now[g].items() if k not in IMPLEMENTATION and k not in counts})
         return changed
 
-    def give(self, *, stored: bool = False) -> None:
-        """Give the twins the state that was loaded into the original. stored: the weights are in a store."""
+    def give(self) -> None:
+        """Give the twins the state that was loaded into the original."""
         for twin, pairs, _ in self._made:
             self._share(twin, pairs)
             for w, p in pairs:
                 if w.dtype != p.dtype:  # a master: torch has cast what it has loaded to the type of the user's weight
                     state = twin.state[w]
                     state.update({k: v.to(w.dtype) for k, v in state.items() if _like(v, p)})
-            for w, _ in pairs if stored else ():
+            for w, _ in pairs if self._stored else ():
                 state = twin.state[w]
                 with_w = {k: v for k, v in state.items() if isinstance(v, Tensor) and (v.dim() or not w.dim())}
                 state.update({k: _owned(v, w.device) for k, v in with_w.items()})
@@ -143,16 +147,24 @@ class StageOptimizers(OfWeights):
     def _collect(self) -> None:
         for twin, pairs, _ in self._made:
             for w, p in pairs:
-                self.optimizer.state[p] = twin.state[w]
+                self.optimizer.state[p] = dict(twin.state[w]) if self._stored else twin.state[w]
         self._note()
 
     def _note(self) -> None:
         self._shared = list(self.optimizer.state.values())
+        self._lent = list(map(dict, self._shared)) if self._stored else []
 
     def _replaced(self) -> bool:
-        """Whether the user's state has other dictionaries than the twins share."""
+        """Whether the user's state has other dictionaries than the twins share, or lent ones hold something else."""
         state, shared = self.optimizer.state, self._shared
-        return len(state) != len(shared) or not all(map(is_, state.values(), shared))
+        return (
+            len(state) != len(shared)
+            or not all(map(is_, state.values(), shared))
+            or any(
+                now.keys() != then.keys() or not all(map(is_, now.values(), then.values()))
+                for now, then in zip(shared, self._lent, strict=False)
+            )
+        )
 
     def detach(self) -> None:
         """Let the original have a copy of the state of the twins, which is about to be freed."""
@@ -183,7 +195,8 @@ class StageOptimizers(OfWeights):
     def _share(self, twin: Any, pairs: list[tuple[Tensor, nn.Parameter]]) -> None:
         twin.state = defaultdict(dict)
         for w, p in pairs:
-            twin.state[w] = self._piece(p, self.optimizer.state[p])
+            given = self.optimizer.state[p]
+            twin.state[w] = self._piece(p, dict(given) if self._stored else given)
 
     def _current(self) -> list[dict[str, Any]]:
         return [

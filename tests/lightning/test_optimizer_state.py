@@ -75,9 +75,12 @@ def test_one_device(how, optimizer):
     assert torch.equal(found(how, strategy("gpipe", workers=2), optimizer)[0], wanted)
 
 
-@pytest.mark.parametrize("how", [clear, load, put])
-def test_in_a_store(how, small):
-    assert torch.equal(found(how, strategy("gpipe", store="host"))[0], found(how, "auto")[0])
+@pytest.mark.parametrize("optimizer", ["momentum", "adam"])
+@pytest.mark.parametrize("how", [clear, load, pop, clear_each, put])
+def test_in_a_store(how, optimizer, small, tmp_path):
+    wanted = found(how, "auto", optimizer)[0]
+    for store in ("host", f"disk:{tmp_path}"):
+        assert torch.equal(found(how, strategy("gpipe", store=store), optimizer)[0], wanted)
 
 
 @pytest.mark.parametrize("how", [clear, anew, put])

@@ -158,7 +158,9 @@ class SharedFit:
         return before != self._clip
 
     def stepped(self, fit: Fit) -> None:
-        """Do nothing: weights that are in no module cannot be written by others."""
+        """Lend the user the state of weights in a store; nobody can write weights that are in no module."""
+        if fit.pipe is not None and fit.store is not None:
+            fit.twins.collect()
 
     # -- the user's module ---------------------------------------------------------------------------------------
 
@@ -250,8 +252,7 @@ class SharedFit:
         weights = [p for group in fit.optimizer.param_groups for p in group["params"]]
         self._meet("the shards of the optimizer's state")
         with state.shown():
-            if fit.vectorize:
-                fit.twins.collect()  # the state of stages that run as one lies elsewhere since then
+            fit.twins.collect()  # the state of stages that run as one lies elsewhere since then
             mine = self.shards.states(fit.twins.state_dict()["state"], weights)
             parts = self.meeting.gather("the optimizer's state", {} if self.meeting.shard else _to("cpu", mine), 0)
         every = {n: found for part in parts for n, found in part.items()}
