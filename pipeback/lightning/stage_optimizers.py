@@ -1,8 +1,8 @@
 """One optimizer per stage, with the options and the state of the optimizer of the LightningModule.
 
 Schedulers, monitors and checkpoints still see the user's optimizer. Its state holds the very same objects as those of
-the stages' optimizers, which this file calls twins; its options are copied to them when they change. With a store, whose
-threads read the state of the twins, the user has dictionaries of his own with the same tensors.
+the stages' optimizers, which this file calls twins; its options are copied to them when they change. With a store,
+whose threads read the state of the twins, the user has dictionaries of their own with the same tensors.
 """
 
 from __future__ import annotations
