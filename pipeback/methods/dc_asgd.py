@@ -23,7 +23,7 @@ from torch import Tensor
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, State, Weights, When
 from pipeback.methods.columns import positive
 from pipeback.methods.gradients import gradients, replaced
-from pipeback.methods.option_checks import check_number, check_share, require_real
+from pipeback.methods.option_checks import check_number, check_share, require_dense, require_real
 from pipeback.schedules.programs import flowing
 
 TINY = 1e-7
@@ -50,6 +50,7 @@ class DelayCompensation(Method):
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         require_real(optimizer, "dc_asgd")
+        require_dense(optimizer, "dc_asgd")
 
     def init(self, weights: Weights) -> State:
         return {"squares": [torch.zeros_like(w) for w in weights]} if self.adaptive else {}

@@ -26,7 +26,7 @@ from torch import Tensor
 from pipeback.methods.base import Chosen, Correction, Method, OptimizerLike, State, Weights, When
 from pipeback.methods.columns import Number, column, largest, positive
 from pipeback.methods.gradients import decoupled, gradients, replaced
-from pipeback.methods.option_checks import check_share, require_real
+from pipeback.methods.option_checks import check_share, require_dense, require_real
 from pipeback.schedules.programs import flowing
 
 TINY = 1e-8
@@ -53,6 +53,7 @@ class GapAware(Method):
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         require_real(optimizer, "gap_aware")
+        require_dense(optimizer, "gap_aware")
         if type(optimizer) not in DECAYS and any(group.get("weight_decay") for group in optimizer.param_groups):
             raise ValueError(
                 f"gap_aware divides the weight decay, too, but how {type(optimizer).__name__} decays weights is not "

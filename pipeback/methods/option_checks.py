@@ -29,3 +29,12 @@ def require_real(optimizer: torch.optim.Optimizer, method: str) -> None:
             "torch.view_as_real(weight) as the parameter, and compute with torch.view_as_complex of it, or use "
             'method="pb"'
         )
+
+
+def require_dense(optimizer: torch.optim.Optimizer, method: str) -> None:
+    """Raise a ValueError if the optimizer takes sparse gradients alone, where the method makes them dense."""
+    if isinstance(optimizer, torch.optim.SparseAdam):
+        raise ValueError(
+            f"{method} hands dense gradients to the optimizer, but {type(optimizer).__name__} steps sparse ones only; "
+            'take torch.optim.Adam, or use method="staleness_lr"'
+        )

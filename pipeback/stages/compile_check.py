@@ -75,7 +75,7 @@ def check(stage: Stage, method: Method, warn: bool, given: Value) -> None:
         seeds = torch.Generator().manual_seed(3)
         inputs = [t for t in (*leaves, *stage.params) if t.requires_grad]
         found = torch.autograd.grad(roots, inputs, [noise(y, seeds) for y in roots], allow_unused=True)
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(inputs, found, strict=True)]
+        return [torch.zeros_like(x) if g is None else g.to_dense() for x, g in zip(inputs, found, strict=True)]
 
     with drawing, torch.enable_grad():
         try:
@@ -84,7 +84,8 @@ def check(stage: Stage, method: Method, warn: bool, given: Value) -> None:
             wanted, found = (gradients(run, 1, 2) for run in (call.module, call))
             apart = _distances(wanted, found)
         except Exception as error:
-            _refuse(f"{stage.label}: the check on which weights its compiled backward runs has failed ({error})", warn)
+            why = str(error).partition("\n")[0] or type(error).__name__
+            _refuse(f"{stage.label}: the check on which weights its compiled backward runs has failed ({why})", warn)
             return
         finally:
             for p, original in zip(stage.params, originals, strict=True):

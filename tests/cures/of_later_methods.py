@@ -39,6 +39,25 @@ class Spectral(nn.Module):
         return torch.fft.irfft(torch.fft.rfft(x) * weight, n=6)
 
 
+class Signs(nn.Module):
+    """Looks the signs of its input up, so that its gradients are sparse."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(2, 6, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.table((x > 0).long()).sum(-2)
+
+
+def signs() -> nn.Sequential:
+    return nn.Sequential(Signs(), nn.Linear(6, 6))
+
+
+def lazily(kind: Any) -> Any:
+    return lambda params: (kind if len(params) == 1 else torch.optim.Adam)(params, lr=0.01)
+
+
 def spectral(pairs: bool) -> nn.Sequential:
     return nn.Sequential(Spectral(pairs), nn.Linear(6, 6))
 
@@ -160,5 +179,17 @@ ROWS: dict[str, Row] = {
             ("sc", adamw), ("msnag", adamw), ("eigendelay", adamw), ("pipeoptim", adamw),
             *((name, sgd) for name in ("gap_aware", "dc_asgd", "braking")),
         ]
+    },
+    **{
+        f"sparse gradients under {name}": Row(
+            lambda name=name: trains(method=name, optimizer=lazily(torch.optim.SparseAdam), model=signs()),
+            rf"stage 0 \(0\): {name} hands dense gradients to the optimizer, but SparseAdam steps sparse ones only; "
+            r'take torch.optim.Adam, or use method="staleness_lr", or one of those that allow it: .*',
+            lambda name=name: [
+                trains(method=name, optimizer=lazily(torch.optim.Adam), model=signs()),
+                trains(method="staleness_lr", optimizer=lazily(torch.optim.SparseAdam), model=signs()),
+            ],
+        )
+        for name in ("dc_asgd", "gap_aware")
     },
 }  # fmt: skip

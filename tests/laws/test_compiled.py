@@ -196,6 +196,18 @@ def test_graphs_that_come_up_later_are_checked_too():
             pipe.push(x, y)
 
 
+def test_sparse_gradients():
+    some = [(torch.randint(0, 9, (4, 3)), y[:4]) for _, y in batches(small, 4)]
+
+    def losses(**options):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Embedding(9, 6, sparse=True), nn.Flatten(), nn.Linear(18, 6)).double()
+        pipe = pipeline(model, "pb", **options)
+        return torch.stack([pipe.push(*each).detach() for each in some])
+
+    torch.testing.assert_close(losses(compile=True), losses(), rtol=0, atol=1e-10)
+
+
 def test_variable_shapes_and_hooks_that_come_later():
     some = batches(small, 4) + batches(small, 4, samples=5) + batches(small, 3, samples=7)
     found, _, _ = trained(small, "pb", some, compile=True)
