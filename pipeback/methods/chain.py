@@ -210,7 +210,7 @@ def _around(outer: Correction, inner: Correction, name: str) -> Correction:
         ahead=_sum(outer.ahead, inner.ahead),
         late=inner.late or outer.late,  # only the last method makes the step itself
         back=() if inner.used else _sum(outer.back, inner.back),
-        drift=inner.drift or outer.drift,
+        drift=outer.drift if outer.along and not inner.along else inner.drift,
         rates=inner.rates or outer.rates,  # it has seen those of the outer ones
         used=outer.used or inner.used,
         varies=outer.varies or inner.varies,

@@ -34,6 +34,14 @@ class Asked(NamedTuple):
     correction: Callable[[], Correction]
 
 
+class Answer(NamedTuple):
+    """What a method asks of a step. plain: the step without it."""
+
+    plain: Step | AdamStep | None = None
+    step: Step | AdamStep | OwnStep | None = None
+    correction: Correction | None = None
+
+
 class StepPlan:
     """The steps of the stages of `rows`. state: that of a method that makes its own steps, during a run of ticks."""
 
@@ -42,7 +50,7 @@ class StepPlan:
         self.complex = any(map(torch.is_complex, rows.stepped))  # lists of the rows are of one type, and Adam squares
         self.totals: list[Tensor] = []  # sums of gradients, where stages make their own updates
         self.state = RowState(self.stages, rows.state)
-        self._known: tuple[list[Options], AnyStep | None] = ([], None)
+        self._known: tuple[list[Options], Answer] = ([], Answer())
         self._summing: tuple[list[Options], SummedStep | None] = ([], None)
 
     def step(self, options: Sequence[Options], corrected: Asked | None = None, *others: Options) -> AnyStep | None:
@@ -53,20 +61,30 @@ class StepPlan:
         """
         if self.complex or self.hooked() or self.masters:
             return None
-        known, step = self._known
+        known, answer = self._known
         asked = [*options, *others]
         if len(known) != len(asked) or any(a is not b for a, b in zip(known, asked, strict=True)):
-            plain = step = self._uncorrected(options)
+            plain = self._uncorrected(options)
+            answer = Answer(plain, plain)
             if plain is not None and corrected is not None:
-                correction = corrected.correction()
-                own = correction.own and bool(self.rows.stepped)
-                step = self._own(plain, correction, corrected, options) if own else self._corrected(plain, correction)
-            self._known = asked, step
-        elif step is not None and step.varies and corrected is not None and isinstance(step, Step | AdamStep):
-            correction = corrected.correction()
-            step = replace(step, rates=self._by_weight(correction.rates), varies=correction.varies)
-            self._known = asked, step
-        return step
+                answer = self._answer(answer, corrected, options)
+            self._known = asked, answer
+        elif answer.step is not None and answer.step.varies and corrected is not None:
+            answer = self._answer(answer, corrected, options)
+            self._known = asked, answer
+        return answer.step
+
+    def _answer(self, before: Answer, asked: Asked, options: Sequence[Options]) -> Answer:
+        """Ask for the correction. before: the last answer, of which tensors are taken over unless they change, too."""
+        correction, plain, step = asked.correction(), before.plain, before.step
+        assert plain is not None
+        if correction.own and self.rows.stepped:
+            return Answer(plain, self._own(plain, correction, asked, options), correction)
+        if before.correction is None or before.correction[:4] != correction[:4] or isinstance(step, OwnStep):
+            return Answer(plain, self._corrected(plain, correction), correction)
+        assert isinstance(step, Step | AdamStep)
+        rates = self._by_weight(correction.rates) or plain.rates
+        return Answer(plain, replace(step, rates=rates, varies=correction.varies), correction)
 
     @property
     def may_step(self) -> bool:
@@ -126,7 +144,8 @@ class StepPlan:
         options: of F and B, per stage.
         """
         known, step = self._summing
-        if step is None or len(known) != len(options) or any(a is not b for a, b in zip(known, options, strict=True)):
+        changed = len(known) != len(options) or any(a is not b for a, b in zip(known, options, strict=True))
+        if step is None or step.varies or changed:
             step = self._shifting(Correction() if corrected is None else corrected.correction())
             self._summing = list(options), step
         return step
@@ -134,7 +153,8 @@ class StepPlan:
     def _shifting(self, correction: Correction) -> SummedStep:
         ahead, back = self._shifts(correction)
         renewed = self.rows.state(correction.group) if correction.group else ()
-        return SummedStep(self.totals, ahead, back, renewed=renewed)
+        varies = correction.varies and bool(ahead or back)
+        return SummedStep(self.totals, ahead, back, renewed=renewed, varies=varies)
 
     def _shifts(self, correction: Correction) -> list[Sequence[Tensor]]:
         """Return the columns of F and of B."""
@@ -151,6 +171,7 @@ class StepPlan:
         return OwnStep(
             asked.method, step, self.state, numbered_groups(first, options[0]),
             [asked.delays[stage.index] for stage in self.stages], (first.index, first.stages), ahead, back,
+            varies=correction.varies and bool(ahead or back),
         )  # fmt: skip
 
     def _by_weight(self, numbers: Sequence[float]) -> list[list[float]]:

@@ -355,7 +355,7 @@ class SteadyRun:
 
     def _again(self, turn: Turn, captured: CapturedTicks, parts: Sequence[StackRows], most: int) -> None:
         """Run further ticks of a turn, up to `most` with the one before, and count them."""
-        if len(self.turns) > 1 or turn.others or not self.options.uniform or self.worker.began is not None:
+        if len(self.turns) > 1 or turn.others or turn.varies or not self.options.uniform or self.worker.began:
             return
         k, first, last = turn.rounds, self.f[self.worker.first], self.f[self.worker.last]
 
