@@ -28,6 +28,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
@@ -36,6 +37,7 @@ from rich.console import Console
 import pipeback
 from pipeback.counts import counted
 from pipeback.lightning import PipelineMonitor, PipelineStrategy
+from pipeback.lightning.checkpoint_file import CheckpointFile
 from pipeback.recipes import build
 from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
@@ -126,7 +128,10 @@ def trainer_of(config: Mapping[str, Any], more: Iterable[Callback] = ()) -> tupl
     }
     options = {"callbacks": callbacks, "logger": loggers or False}
     given = OmegaConf.create(dict(config["trainer"]))
-    return instantiate(given, **options, **{k: v for k, v in shown.items() if k not in given}), measure
+    trainer = instantiate(given, **options, **{k: v for k, v in shown.items() if k not in given})
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # Lightning's own choice, of a plain run
+        trainer.strategy.checkpoint_io = CheckpointFile()
+    return trainer, measure
 
 
 def objects(group: str, config: Mapping[str, Any]) -> list[Any]:
