@@ -38,7 +38,7 @@ import pipeback
 from pipeback.counts import counted
 from pipeback.lightning import PipelineMonitor, PipelineStrategy
 from pipeback.lightning.checkpoint_file import CheckpointFile
-from pipeback.recipes import build
+from pipeback.recipes import build, full_disk
 from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
 from pipeback.recipes.facts import facts_of
@@ -219,7 +219,7 @@ def job(config: DictConfig) -> None:
         quiet()
         say = rank_zero_only(Console(highlight=False, soft_wrap=True).print)
         try:
-            with ending(partial(stopped, Path(values["out"]), time.time())):
+            with ending(partial(stopped, Path(values["out"]), time.time())), full_disk.writing(values["out"]):
                 run(values, say=say)
         except MisconfigurationException as error:  # Lightning's error for a mistake of the user
             raise ValueError(str(error)) from error

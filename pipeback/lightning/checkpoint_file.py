@@ -6,7 +6,6 @@ over the file of before, which a full disk or a kill then leaves cut short, and 
 
 from __future__ import annotations
 
-import errno
 import hashlib
 import io
 import os
@@ -20,9 +19,8 @@ from fsspec.implementations.local import LocalFileSystem
 from lightning.fabric.plugins import TorchCheckpointIO
 from lightning.pytorch.plugins import CheckpointIO
 
-from pipeback.streaming.sealed_file import sync
+from pipeback.streaming.sealed_file import FULL, sync
 
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 HEAD = b"PK\x03\x04"  # of the archives that torch.save writes; their directory is at the end
 
 

@@ -191,8 +191,8 @@ def _notes(found: Results, setting: Setting, timed: bool) -> str:
         )
     if _untold(setting, reference):
         batches += (
-            f" A run that ends above the first training loss of {reference}, a mean of up to {SMOOTHED} updates, has no "
-            "slow-down: when that loss was reached is not known."
+            f" A run that ends above the first training loss of {reference}, a mean of up to {SMOOTHED} updates, has "
+            "no slow-down: when that loss was reached is not known."
         )
     speeds = (
         f" The pipeline speed-up is the time of {reference} until that loss over that of the method, where every stage "

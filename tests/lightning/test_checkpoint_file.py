@@ -1,27 +1,15 @@
 """A checkpoint is written whole or not at all: the one of before stays until the new one is on the disk."""
 
 import os
-import resource
 import tempfile
-from contextlib import contextmanager
 
 import pytest
 import torch
 from lightning.pytorch.plugins import AsyncCheckpointIO, CheckpointIO, TorchCheckpointIO
 
 from pipeback.lightning.checkpoint_file import CheckpointFile
+from tests.helpers.full_disk import files_of_at_most
 from tests.lightning.cases import Regression, loader, strategy, trainer, weights
-
-
-@contextmanager
-def files_of_at_most(size):
-    """As a full disk: writing fails beyond this size."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("plugins", [[], [AsyncCheckpointIO()]], ids=["own", "wrapped"])
