@@ -98,6 +98,8 @@ def naming(option: str = "", value: str = "") -> str | None:
     """Return option=value as it was typed, of the option with this name, or of one whose value begins the path."""
     for word in sys.argv[1:]:
         key, equals, given = word.partition("=")
+        if key.startswith("hydra."):
+            continue  # a command's own
         given = given.strip("'\"")
         if equals and given and (key == option or (value and f"{value}/".startswith(f"{given.rstrip('/')}/"))):
             return f"{key}={given}"

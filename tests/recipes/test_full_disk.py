@@ -29,7 +29,8 @@ def test_a_run(command, more, tmp_path):
     options = [command, *TINY, *more, f"out={tmp_path / 'run'}", "epochs=1"]
     with files_of_at_most(100):
         done = pipeback(*options, cwd=tmp_path)
-    assert said(done, command, tmp_path / "run").endswith(CURE)
+    last = said(done, command, tmp_path / "run")
+    assert last.endswith(CURE) and "hydra" not in last
     done = pipeback(*options, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
 
