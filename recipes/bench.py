@@ -50,9 +50,10 @@ from __future__ import annotations
 import importlib
 import sys
 
-from pipeback.recipes import extras
+from pipeback.recipes import extras, full_disk
 from pipeback.recipes.benches.network import settle
 from pipeback.recipes.provenance import command, heading, load, provenance
+from pipeback.streaming.sealed_file import FULL
 
 SECTIONS = {
     name: name for name in (
@@ -89,7 +90,13 @@ def main() -> None:
     for name in (name for name in chosen if name not in compared):
         print(flush=True)
         try:
-            importlib.import_module(f"pipeback.recipes.benches.{SECTIONS[name]}").main(repeats, **options.get(name, {}))
+            with full_disk.writing():
+                section = importlib.import_module(f"pipeback.recipes.benches.{SECTIONS[name]}")
+                section.main(repeats, **options.get(name, {}))
+        except OSError as error:
+            if error.errno not in FULL:
+                raise
+            sys.exit(f"pipeback bench: {full_disk.told(error)}")
         except ModuleNotFoundError as error:
             if error.name is None or error.name.startswith("pipeback"):
                 raise

@@ -34,7 +34,7 @@ from pipeback.recipes.usage import grouped_usage
 TRACEBACK = "HYDRA_FULL_ERROR"  # if the user sets it to 1, Hydra and these commands show tracebacks
 ONE_LINE = "PIPEBACK_ONE_LINE"  # set if these commands set the other one, and not the user
 MISTAKES = (ValueError, TypeError, CompactHydraException, OmegaConfBaseException, yaml.YAMLError)
-UNLOADED = "Error(s) in loading state_dict", "PytorchStreamReader failed"  # what torch says of a checkpoint
+UNLOADED = "Error(s) in loading state_dict"  # what torch says of a checkpoint of another model
 NUMBER = re.compile(r"[+-]?[\d._]+(?:[eE][+-]?\d+)?")
 # flags of Hydra with a value; --info may have one
 VALUED = ("--config-dir", "-cd", "--config-path", "-cp", "--config-name", "-cn", "--package", "-p", "--cfg", "-c",
@@ -98,6 +98,8 @@ def naming(option: str = "", value: str = "") -> str | None:
     """Return option=value as it was typed, of the option with this name, or of one whose value begins the path."""
     for word in sys.argv[1:]:
         key, equals, given = word.partition("=")
+        if key.startswith("hydra."):
+            continue  # a command's own
         given = given.strip("'\"")
         if equals and given and (key == option or (value and f"{value}/".startswith(f"{given.rstrip('/')}/"))):
             return f"{key}={given}"

@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from pipeback.counts import counted
-from pipeback.recipes import build, forks
+from pipeback.recipes import build, forks, full_disk
 from pipeback.recipes.command import literal, mistakes, ordered, quoted, start
 from pipeback.recipes.folder_lock import locked
 from pipeback.recipes.interrupts import follow, stoppable
@@ -190,7 +190,7 @@ def main() -> None:
     with stoppable(said), ExitStack() as held:
         start("compare", task)
         for runs, others, config, given in planned:  # empty if Hydra was asked for something else (--help, --cfg job)
-            with mistakes("compare"):
+            with mistakes("compare"), full_disk.writing(config["out"]):
                 console = report_console()
                 console.file = sys.stdout  # the present one: a run in this process has its own
                 compare(runs, others, config, given, words, console)

@@ -39,6 +39,7 @@ from pipeback import draw
 from pipeback.draw import perfetto as traces
 from pipeback.draw.streaming_lanes import lanes
 from pipeback.draw.worker_bands import beside
+from pipeback.recipes import full_disk
 from pipeback.recipes.measure import run
 from pipeback.schedules.placement import Placed, place
 from pipeback.schedules.recording import Recording
@@ -65,9 +66,10 @@ CUTS = ("auto", "block", "layer", "sublayer")
 
 def main() -> None:
     try:
-        show(parsed(sys.argv[1:]))
+        with full_disk.writing():
+            show(parsed(sys.argv[1:]))
     except (ValueError, TypeError, OSError, RuntimeError) as error:
-        sys.exit(f"pipeback draw: {error}")
+        sys.exit(f"pipeback draw: {full_disk.told(error)}")
 
 
 def parsed(arguments: list[str]) -> dict[str, Any]:

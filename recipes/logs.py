@@ -8,8 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 from lightning.pytorch.loggers import CSVLogger, Logger, WandbLogger
+
+from pipeback.lightning.checkpoint_file import CheckpointFile
 
 AXES = ("samples_seen", "wall_time")  # x axes that W&B offers besides the step
 
@@ -45,7 +46,7 @@ def rows_before(ckpt_path: str | None, folder: Path) -> list[tuple[int, dict[str
     log = folder / "metrics.csv"
     if ckpt_path is None or not log.is_file():
         return []
-    step = torch.load(ckpt_path, map_location="cpu", weights_only=True)["global_step"]
+    step = CheckpointFile().load_checkpoint(ckpt_path, weights_only=True)["global_step"]
     with open(log, newline="") as lines:
         rows = [{k: float(v) for k, v in row.items() if v} for row in csv.DictReader(lines)]
     return [(int(row.pop("step")), row) for row in rows if row["step"] < step]

@@ -42,6 +42,8 @@ from importlib import import_module
 
 from rich.console import Console
 
+from pipeback.recipes import full_disk
+
 PARTS = ("window", "calibrate", "validate", "fit")  # files of planning/ that a first word names
 
 
@@ -59,9 +61,10 @@ def main() -> None:
             part, rest = words[0], words[1:]
         else:
             part, rest = ("asking" if plain and not plain[0].isdecimal() else "hand"), words
-        import_module(f"pipeback.recipes.planning.{part}").main(rest, console)
+        with full_disk.writing():
+            import_module(f"pipeback.recipes.planning.{part}").main(rest, console)
     except (ValueError, TypeError, OSError, RuntimeError) as error:
-        sys.exit(f"pipeback plan: {error}")
+        sys.exit(f"pipeback plan: {full_disk.told(error)}")
 
 
 if __name__ == "__main__":

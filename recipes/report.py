@@ -26,6 +26,7 @@ from rich.console import Console
 
 import pipeback
 from pipeback.counts import counted
+from pipeback.recipes import full_disk
 from pipeback.recipes.command import literal, mistakes, plain, raising
 from pipeback.recipes.command import quoted as quoted_option
 from pipeback.recipes.provenance import command as typed
@@ -149,9 +150,10 @@ def run(settings: DictConfig) -> None:
         if out.suffix != ".html":
             raise ValueError(f"out must name a page, such as report.html, but is {str(out)!r}")
         try:
-            report(sources, out, console(), values["title"], values["target"])
+            with full_disk.writing(out):
+                report(sources, out, console(), values["title"], values["target"])
         except OSError as error:
-            raise ValueError(str(error)) from error
+            raise ValueError(full_disk.told(error)) from error
 
 
 def beside(source: str) -> Path:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from rich.console import Console
 
 from pipeback.counts import counted
-from pipeback.recipes import measured
+from pipeback.recipes import full_disk, measured
 from pipeback.recipes.draw import picturable
 from pipeback.recipes.provenance import heading
 from pipeback.recipes.report import console as report_console
@@ -132,12 +132,13 @@ def show(asked: Asked, console: Console) -> None:
     told = ", ".join(f"{name}: {value}" for name, value in results.facts.items())
     console.print(f"{results.command}\n{told}", style="dim", highlight=False, markup=False, soft_wrap=True)
     for file in map(Path, asked.out):
-        if file.suffix.lower() == ".md":
-            file.write_text(text(results), "utf-8")
-        elif file.suffix.lower() == ".csv" and isinstance(results, Results):
-            table.save(file, results)
-        else:
-            figure(results).savefig(file)
+        with full_disk.writing(file):
+            if file.suffix.lower() == ".md":
+                file.write_text(text(results), "utf-8")
+            elif file.suffix.lower() == ".csv" and isinstance(results, Results):
+                table.save(file, results)
+            else:
+                figure(results).savefig(file)
         console.print(f"written: {file}", highlight=False, markup=False, soft_wrap=True)
 
 
@@ -148,7 +149,7 @@ def main() -> None:
     try:
         show(parsed(sys.argv[1:]), report_console())
     except (ValueError, OSError) as error:
-        sys.exit(f"pipeback results: {error}")
+        sys.exit(f"pipeback results: {full_disk.told(error)}")
 
 
 if __name__ == "__main__":

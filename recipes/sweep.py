@@ -29,7 +29,7 @@ from omegaconf import DictConfig
 from rich.console import Console
 
 from pipeback.counts import counted
-from pipeback.recipes import build, forks
+from pipeback.recipes import build, forks, full_disk
 from pipeback.recipes.command import literal, mistakes, quoted, start, suggestion
 from pipeback.recipes.compare import ALL
 from pipeback.recipes.folder_lock import locked
@@ -193,7 +193,8 @@ def main() -> None:
         for jobs, config in found:  # empty if Hydra was asked for something else (--help, --cfg job)
             console = report_console()
             console.file = sys.stdout  # the present one: a run in this process has its own
-            sweep(jobs, config, given, console)
+            with mistakes("sweep"), full_disk.writing(config["out"]):
+                sweep(jobs, config, given, console)
 
 
 if __name__ == "__main__":

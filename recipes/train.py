@@ -28,6 +28,7 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.utils import instantiate
 from lightning.pytorch import Callback, LightningDataModule, LightningModule, Trainer, seed_everything
 from lightning.pytorch.callbacks import Checkpoint, LearningRateMonitor, ModelSummary, ProgressBar
+from lightning.pytorch.plugins import TorchCheckpointIO
 from lightning.pytorch.utilities import rank_zero_only
 from lightning.pytorch.utilities.exceptions import MisconfigurationException
 from omegaconf import DictConfig, OmegaConf
@@ -36,7 +37,8 @@ from rich.console import Console
 import pipeback
 from pipeback.counts import counted
 from pipeback.lightning import PipelineMonitor, PipelineStrategy
-from pipeback.recipes import build
+from pipeback.lightning.checkpoint_file import CheckpointFile
+from pipeback.recipes import build, full_disk
 from pipeback.recipes.callbacks import Measure, StopWhenNotFinite, written
 from pipeback.recipes.command import mistakes, start
 from pipeback.recipes.facts import facts_of
@@ -126,7 +128,10 @@ def trainer_of(config: Mapping[str, Any], more: Iterable[Callback] = ()) -> tupl
     }
     options = {"callbacks": callbacks, "logger": loggers or False}
     given = OmegaConf.create(dict(config["trainer"]))
-    return instantiate(given, **options, **{k: v for k, v in shown.items() if k not in given}), measure
+    trainer = instantiate(given, **options, **{k: v for k, v in shown.items() if k not in given})
+    if type(trainer.strategy.checkpoint_io) is TorchCheckpointIO:  # Lightning's own choice, of a plain run
+        trainer.strategy.checkpoint_io = CheckpointFile()
+    return trainer, measure
 
 
 def objects(group: str, config: Mapping[str, Any]) -> list[Any]:
@@ -214,7 +219,7 @@ def job(config: DictConfig) -> None:
         quiet()
         say = rank_zero_only(Console(highlight=False, soft_wrap=True).print)
         try:
-            with ending(partial(stopped, Path(values["out"]), time.time())):
+            with ending(partial(stopped, Path(values["out"]), time.time())), full_disk.writing(values["out"]):
                 run(values, say=say)
         except MisconfigurationException as error:  # Lightning's error for a mistake of the user
             raise ValueError(str(error)) from error

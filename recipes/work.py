@@ -11,6 +11,7 @@ from typing import Any
 from pipeback.recipes import forks
 from pipeback.recipes.callbacks import ProgressFile, tell
 from pipeback.recipes.command import explained
+from pipeback.recipes.full_disk import writing
 from pipeback.recipes.interrupts import interrupted
 from pipeback.recipes.live import state
 from pipeback.recipes.sweeps.jobs import last_checkpoint
@@ -30,7 +31,11 @@ def resume(values: dict[str, Any]) -> None:
 
 def work(values: dict[str, Any]) -> None:
     """Do one run. It writes its progress to progress.json, and its output to log.txt, to which a resumed run adds."""
-    out = Path(values["out"])
+    with writing(values["out"]):
+        _work(values, Path(values["out"]))
+
+
+def _work(values: dict[str, Any], out: Path) -> None:
     file = out / "progress.json"
     tell(file, state="running")
     mode = "w" if values["ckpt_path"] is None else "a"

@@ -14,16 +14,20 @@
 * `_trainer`, the attribute in which a LightningModule holds its Trainer: setting `trainer` sets that of its children.
 * `_device_mesh`, which a LightningModule shows as `device_mesh`.
 * `_compiler_ctx`, by which a LightningModule knows that `fit(torch.compile(module))` has compiled its steps.
+* `_checkpoint_io`, what writes the checkpoints of a strategy, None if the user gave nothing (a Trainer refuses one that
+  is set before its `plugins=` are); and `_WrappingCheckpointIO`, the base of those that wrap another.
 * where a logger stands: a `CSVLogger` that does not know of the rows in its file deletes them.
 """
 
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -117,6 +121,18 @@ def written(logger: Any) -> dict[str, Any]:
     """Attributes by which a logger in another process goes on from what this one has written."""
     names = ("_version", "_experiment") if isinstance(logger, CSVLogger) else ("_version",)
     return {name: vars(logger)[name] for name in names if name in vars(logger)}
+
+
+def default_checkpoint_io(strategy: Any, make: Callable[[], Any]) -> None:
+    """Give a strategy what writes its checkpoints, if the user has not."""
+    if strategy._checkpoint_io is None:
+        strategy._checkpoint_io = make()
+    elif isinstance(strategy._checkpoint_io, _WrappingCheckpointIO):
+        strategy._checkpoint_io.checkpoint_io = make()  # which it takes only if it wraps none
+
+
+def set_checkpoint_io(strategy: Any, given: Any) -> None:
+    strategy._checkpoint_io = given
 
 
 def validates_by_the_clock(trainer: Any) -> bool:

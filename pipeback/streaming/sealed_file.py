@@ -14,6 +14,7 @@ from typing import Any
 
 from pipeback.errors import CheckpointError
 
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # of a disk or a quota, or the size that a file may have
 SEALED = re.compile(rb'\{"sha256": "([0-9a-f]{64})",\n"checkpoint": (.*)\}\n', re.DOTALL)
 
 

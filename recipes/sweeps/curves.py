@@ -87,11 +87,15 @@ def reaches(some: Curve, loss: float) -> float:
 
 
 def slow_down(run: Curve, reference: Curve) -> float:
-    """The slow-down of a run; nan for one without an end."""
+    """The slow-down of a run; 1 for the reference. nan where it cannot be told: without an end, or where the reference
+    begins below the loss, since when it was there is not known: its first point is a mean of many updates.
+    """
     if not run.losses or not reference.losses or not math.isfinite(run.end):
         return math.nan
+    if run == reference:
+        return 1.0
     loss = max(run.end, reference.end)
-    return reaches(run, loss) / reaches(reference, loss)
+    return reaches(run, loss) / reaches(reference, loss) if reference.losses[0] > loss else math.nan
 
 
 def held_out_slow_down(run: Curve, reference: Curve) -> float:

@@ -159,6 +159,14 @@ def _slow(values: Sequence[float]) -> str:
     return middle if min(values) == max(values) else f"{middle} ({least} to {largest})"
 
 
+def _untold(setting: Setting, reference: str) -> bool:
+    """Whether a run has an end, and the reference too, but no slow-down."""
+    mine = {tried.method: tried.finished for tried in setting.tried}
+    others = [row for method, rows in mine.items() for row in rows if method != reference and math.isfinite(end(row))]
+    seeds = {row.seed for row in mine.get(reference, ()) if math.isfinite(end(row))}
+    return any(row.seed in seeds and math.isnan(row.slow_down) for row in others)
+
+
 def _notes(found: Results, setting: Setting, timed: bool) -> str:
     """What the columns are."""
     reference = reference_of(found)
@@ -180,6 +188,11 @@ def _notes(found: Results, setting: Setting, timed: bool) -> str:
         batches += (
             " Runs that logged no training loss have no best rate and no slow-down: it is logged every "
             "trainer.log_every_n_steps batches, and they had fewer; give trainer.log_every_n_steps=1."
+        )
+    if _untold(setting, reference):
+        batches += (
+            f" A run that ends above the first training loss of {reference}, a mean of up to {SMOOTHED} updates, has "
+            "no slow-down: when that loss was reached is not known."
         )
     speeds = (
         f" The pipeline speed-up is the time of {reference} until that loss over that of the method, where every stage "

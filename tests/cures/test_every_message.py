@@ -21,6 +21,7 @@ ELSEWHERE = (
     "laws/test_outside_ticks.py",
     "laws/test_vectorized_compiled.py",
     "laws/test_views_in_place.py",
+    "lightning/test_checkpoint_file.py",
     "lightning/test_followed_step_with_a_store.py",
     "lightning/test_tuner.py",
     "pipeline/test_by_name.py",

@@ -100,6 +100,22 @@ def test_short_runs_have_no_curves_and_are_told_so():
     assert not first.axison and len(others) == 2 and all(ax.axison for ax in others)
 
 
+def test_a_run_that_ends_above_the_first_loss_of_the_reference_has_no_slow_down():
+    """Nor a pipeline speed-up, and the words below the table say so; those of other tables do not."""
+    above = [
+        one._replace(time=1.0, slow_down=math.nan if one.method in ("pb", "msnag") else one.slow_down) for one in ROWS
+    ]
+    (sheet,) = summary.sheets(SWEEP._replace(rows=above))
+    rows = {cells[0]: dict(zip(sheet.head, cells, strict=True)) for cells in sheet.rows}
+    assert {name: cells["slow-down"] for name, cells in rows.items()} == {
+        "sgd": "1.00", "pb": "–", "msnag": "–", "ef": "–",
+    }  # fmt: skip
+    told = "A run that ends above the first training loss of sgd, a mean of up to 50 updates, has no slow-down"
+    assert told in sheet.notes and "pipeline speed-up" not in sheet.head
+    (plain,) = summary.sheets(SWEEP)
+    assert told not in plain.notes
+
+
 def test_without_a_logged_loss_there_is_no_best_rate():
     """What a run that logs none has is a held-out loss alone; one that diverged is none of these."""
     none = [one._replace(points={}, updates=0, train_loss=math.nan, slow_down=math.nan) for one in ROWS]

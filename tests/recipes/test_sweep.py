@@ -107,7 +107,8 @@ def test_any_option_is_varied_and_each_choice_has_its_reference(tmp_path):
     assert {tuple(row.options.items()) for row in found.rows} == {
         (("model.depth", depth), ("optimizer", optimizer)) for depth in ("3", "4") for optimizer in ("sgd", "adamw")
     }
-    assert [row.slow_down for row in found.rows if row.method == "sgd"] == [1.0] * 4
+    slow = {row.options["optimizer"]: row.slow_down for row in found.rows if row.method == "sgd"}
+    assert slow["sgd"] == 1.0 and math.isnan(slow["adamw"])  # over that of SGD, which has one point
     assert config(tmp_path / "here" / "pb-depth3-optimizeradamw-seed0").optimizer.name == "AdamW"
 
 
@@ -133,7 +134,7 @@ def test_a_reference_from_another_sweep(swept, tmp_path):
     assert done.returncode == 0, done.stderr
     text = (tmp_path / "here" / "results.csv").read_text()
     (row,) = table.load(tmp_path / "here" / "results.csv").rows
-    assert row.slow_down == 1.0 and "sgd of another sweep" in text  # of three updates, all of which are one mean
+    assert math.isnan(row.slow_down) and "sgd of another sweep" in text  # all three updates are one mean
     assert str(folder.parent) not in text and "reference=here" in text
 
 
@@ -183,7 +184,7 @@ def test_divergence_is_a_line_and_ends_nothing(tmp_path):
     assert done.returncode == 0, done.stderr
     found = table.load(tmp_path / "here" / "results.csv").rows
     assert [row.state for row in found] == ["finished", "finished", "diverged", "diverged"]
-    assert all(math.isnan(row.slow_down) for row in found[2:]) and [row.slow_down for row in found[:2]] == [1, 1]
+    assert [row.slow_down for row in found if math.isfinite(row.slow_down)] == [1] == [found[0].slow_down]
 
 
 def test_runs_that_log_no_loss_are_told_of_before_they_are_done(tmp_path):
@@ -319,6 +320,9 @@ def test_a_slow_down_compares_updates_at_one_loss():
     early = Curve([100, 200, 300, 400], [3.0, 2.25, 2.0, 1.9])
     assert slow_down(early, reference) == 0.5
     assert reaches(reference, 3.5) == 150 and reaches(reference, 1.0) == math.inf and reaches(reference, 5.0) == 100
+    assert math.isnan(slow_down(late, Curve([50, 400], [2.9, 2.0])))  # it was there before its first point
+    short = Curve([7], [2.1])
+    assert math.isnan(slow_down(Curve([7], [2.5]), short)) and slow_down(short, short) == 1.0
     assert math.isnan(slow_down(Curve([], []), reference)) and math.isnan(slow_down(Curve([1], [math.inf]), reference))
 
 

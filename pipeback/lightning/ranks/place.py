@@ -25,6 +25,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch.distributed.device_mesh import DeviceMesh
 
 from pipeback.lightning import lightning_internals, option_checks, random_state
+from pipeback.lightning.checkpoint_file import CheckpointFile
 from pipeback.lightning.ranks.launchers import LAUNCHERS, launcher
 from pipeback.lightning.ranks.meeting import Meeting, join
 from pipeback.lightning.ranks.parallelized import MESH, AbsentMesh, Parallelized
@@ -91,6 +92,16 @@ class Place(SingleDeviceStrategy):
     @parallel_devices.setter
     def parallel_devices(self, devices: list[torch.device]) -> None:
         self._devices = list(devices)
+
+    @property
+    def checkpoint_io(self) -> CheckpointIO:
+        """What the user has given; else, and for one that wraps none yet, a `CheckpointFile`."""
+        lightning_internals.default_checkpoint_io(self, CheckpointFile)
+        return super().checkpoint_io
+
+    @checkpoint_io.setter
+    def checkpoint_io(self, given: CheckpointIO) -> None:
+        lightning_internals.set_checkpoint_io(self, given)
 
     def set_world_ranks(self) -> None:
         environment = self.cluster_environment
