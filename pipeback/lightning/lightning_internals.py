@@ -15,6 +15,7 @@
 * `_device_mesh`, which a LightningModule shows as `device_mesh`.
 * `_compiler_ctx`, by which a LightningModule knows that `fit(torch.compile(module))` has compiled its steps.
 * where a logger stands: a `CSVLogger` that does not know of the rows in its file deletes them.
+* `_accelerator_connector`, which has the SLURM environment that says by which signal a job is told that it will end.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -121,3 +123,9 @@ def written(logger: Any) -> dict[str, Any]:
 
 def validates_by_the_clock(trainer: Any) -> bool:
     return trainer._val_check_time_interval is not None
+
+
+def requeue_signal(trainer: Any) -> int | None:
+    """The signal at which the Trainer saves a checkpoint and has SLURM queue the job again."""
+    slurm = trainer._accelerator_connector.cluster_environment
+    return slurm.requeue_signal if isinstance(slurm, SLURMEnvironment) and slurm.auto_requeue else None
