@@ -20,7 +20,8 @@ ALL = b"all have come"
 
 
 class Board:
-    """The board of these global ranks, as `rank` sees it.
+    """The board of these global ranks, as `rank` sees it. Pipelines of other ranks may write on it at the same time:
+    but for `REFUSED`, every key names a rank of this one.
 
     known: the facts of all ranks, if these go back. Then either all of them come, or each is told who did not.
     """
@@ -30,11 +31,12 @@ class Board:
     ) -> None:
         self._store, self._rank, self._everyone, self._known = store, rank, everyone, known
 
-    def set(self, name: str, text: str) -> None:
-        self._store.set(name, text)
+    def set(self, what: str, text: str) -> None:
+        self._store.set(f"{what} {self._rank}", text)
 
-    def get(self, name: str, of: int, seconds: float) -> str:
+    def get(self, what: str, of: int, seconds: float) -> str:
         """Return the text that rank `of` writes, once it is there. Raises what `all` raises if it never comes."""
+        name = f"{what} {of}"
         self._wait([name], seconds)
         if not self._store.check([name]):
             raise self._lack([of], seconds)
@@ -46,14 +48,13 @@ class Board:
         Raises RuntimeError naming ranks that have written none, and RankError at once if one will write none.
         """
         board = self._store
-        board.set(f"{what} {self._rank}", mine)
+        self.set(what, mine)
         names = {rank: f"{what} {rank}" for rank in self._everyone}
         self._wait(list(names.values()), seconds)
         missing = [rank for rank, name in names.items() if not board.check([name])]
         if self._known is not None:
-            word = board.compare_set(
-                f"{what} decided", "", self._absence(missing, seconds) if missing else ALL.decode()
-            )
+            decided = f"{what} decided by those of {self._everyone[0]}"
+            word = board.compare_set(decided, "", self._absence(missing, seconds) if missing else ALL.decode())
             if word != ALL:
                 rank, told = json.loads(word)
                 raise RankError(told, rank)

@@ -50,6 +50,8 @@ class RankRunner:
         self.relays = 0
         self.thread = Threads([loop], owner, closed, check=ranks.health.check)
         loop.worker.began = ranks.health.working
+        link: Any = loop.worker.link
+        link.bounds = lambda: (loop.worker.clip_norm, loop.worker.clip_value)
         # pushed micro-batches are done before the script ends and its rank leaves
         self.at_exit = Finalize(None, _finish, args=(weakref.ref(self),), exitpriority=20)
         self.last = ranks.index == owner[-1]
@@ -70,7 +72,6 @@ class RankRunner:
                         self._send_losses()
 
             loop.worker.report = report
-            link: Any = loop.worker.link
             link.blocked = self._send_losses
         else:
             self.listener = threading.Thread(target=self._listen, daemon=True, name="pipeback losses")

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lightning.pytorch.utilities.rank_zero import rank_zero_warn
 from torch import Tensor
 
-from pipeback.lightning import lightning_internals, random_state
+from pipeback.lightning import lightning_internals, random_state, requeue_signal
 from pipeback.lightning.fit import Fit, Later
 from pipeback.lightning.user_optimizer import UserOptimizer
 from pipeback.pipeline.pipeline import Pipeline
@@ -65,6 +65,7 @@ class FitState:
         self.last: dict[str, Any] | None = None  # the state of the pipeline at the end of the fit
         self._validation = ExitStack()  # while validation runs
         self._optimizer = UserOptimizer(fit.optimizer)
+        requeue_signal.put_off(fit.module.trainer)
 
     @property
     def lost(self) -> bool:
@@ -127,6 +128,11 @@ class FitState:
 
     def whole(self) -> AbstractContextManager[None]:
         """Within this context the module has all weights on rank 0, which writes checkpoints, and no work runs."""
+        if self.fit.called and lightning_internals.running_hook(self.fit.module) == "training_step":
+            raise ValueError(
+                f"a checkpoint is saved in training_step after the call of {self.fit.found.shown}, where the "
+                "micro-batch has gone forward and not backward; save it in on_train_batch_end"
+            )
         return self.rank.whole(self)
 
     @contextmanager

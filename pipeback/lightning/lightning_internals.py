@@ -17,6 +17,7 @@
 * `_checkpoint_io`, what writes the checkpoints of a strategy, None if the user gave nothing (a Trainer refuses one that
   is set before its `plugins=` are); and `_WrappingCheckpointIO`, the base of those that wrap another.
 * where a logger stands: a `CSVLogger` that does not know of the rows in its file deletes them.
+* `_accelerator_connector`, which has the SLURM environment that says by which signal a job is told that it will end.
 """
 
 from __future__ import annotations
@@ -27,7 +28,11 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+<<<<<<< HEAD
 from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
+=======
+from lightning.pytorch.plugins.environments import SLURMEnvironment
+>>>>>>> ranksx
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
@@ -137,3 +142,9 @@ def set_checkpoint_io(strategy: Any, given: Any) -> None:
 
 def validates_by_the_clock(trainer: Any) -> bool:
     return trainer._val_check_time_interval is not None
+
+
+def requeue_signal(trainer: Any) -> int | None:
+    """The signal at which the Trainer saves a checkpoint and has SLURM queue the job again."""
+    slurm = trainer._accelerator_connector.cluster_environment
+    return slurm.requeue_signal if isinstance(slurm, SLURMEnvironment) and slurm.auto_requeue else None

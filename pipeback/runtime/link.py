@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import zlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from itertools import pairwise
@@ -71,7 +72,7 @@ class Wire(Protocol):
 
 
 # a mark has bits for the data, for when the pipeline was last empty, and for the optimizers' options
-_START, _OPTIONS, _RATES = 28, 36, (1 << 15) - 1
+_START, _OPTIONS, _OTHERS, _RATES = 28, 36, 15, (1 << 15) - 1
 
 
 class OtherBatch(RuntimeError):
@@ -101,14 +102,24 @@ class WireLink:
         self.marks: dict[int, int] = {}  # of the micro-batches whose last forward is still to come here
         self.asked: dict[int, int] = {}  # the marks of values that are passed through the stages, by their numbers
         self._told: dict[Name, int] = {}  # the marks of activations that were not received yet
+        self.bounds: Callable[[], tuple[float | None, ...]] = tuple  # of the gradients, as `clip` has set them last
+        self._bounds: tuple[tuple[float | None, ...], int] = (), 0  # those of the last micro-batch, and their hash
         self.last = max(s for s, w in enumerate(owner) if w == worker)
         self.blocked: Callable[[], None] = lambda: None  # called when this worker has to wait for another
 
     def enter(self, mb: int, x: Message, target: Message, start: int = 0, options: Any = None) -> None:
         if self.mark is not None:
             data = self.mark(mb, x, target) & ((1 << _START) - 1)
-            told = 0 if options is None else options.mark
+            told = 0 if options is None else options.mark ^ self._bounded() << _OTHERS
             self.marks[mb] = data | (start % 251) << _START | told << _OPTIONS
+
+    def _bounded(self) -> int:
+        """A hash of the bounds, with as many bits as that of options other than rates."""
+        bounds = self.bounds()
+        if bounds != self._bounds[0]:
+            told = [None if bound is None else float(bound) for bound in bounds]
+            self._bounds = bounds, zlib.crc32(repr(told).encode()) % 4093
+        return self._bounds[1]
 
     def send(self, kind: str, stage: int, mb: int, tensor: Message) -> None:
         receiver = self.owner[stage]
@@ -136,12 +147,34 @@ class WireLink:
                     self.box[key] = tensor
                     if key[0] in ("E", "F") and self.mark is not None:
                         self._told[key] = mark
+                        if key[0] != kind != "B":
+                            self._check_order(name, key, worker)
         if name in self._told:  # not before: a worker may be told of micro-batches that it was not given yet
             sender = self.owner[stage - 1]
             if kind == "E":
                 self._compare_asked(self.asked.get(mb, 0) ^ self._told.pop(name), sender)
                 return
             self.compare(mb, self._mark(stage, mb) ^ self._told.pop(name), f"worker {sender}")
+
+    def _check_order(self, awaited: Name, came: Name, sender: int) -> None:
+        """Raise `OtherBatch` if only one of two workers evaluates, or passes a new form of micro-batch through the
+        stages: both send what they were given before they begin, so that nothing else comes in between.
+        """
+        evaluates = came[0] == "E"
+        mb = awaited[2] if evaluates else came[2]
+        if not evaluates and mb in self.marks:
+            return  # it was in flight before
+        if self._told[came] if evaluates else awaited[2] in self.asked:
+            one, other = (sender, self.worker) if evaluates else (self.worker, sender)
+            raise OtherBatch(
+                f"worker {one} evaluates when worker {other} is at micro-batch {mb}; every rank must make the same "
+                "calls in the same order"
+            )
+        raise OtherBatch(
+            f"micro-batch {mb} is of a new form, or in another mode, for one of worker {self.worker} and worker "
+            f"{sender}, and not for the other; every rank must push the same data (shapes and types) under the same "
+            "autocast, and set modules to train or to evaluate alike"
+        )
 
     def _compare_asked(self, differs: int, sender: int) -> None:
         if differs:
@@ -165,10 +198,14 @@ class WireLink:
                 f"the pipeline was drained before micro-batch {mb} by one of {both}, and not by the other; every "
                 "rank must call drain() at the same micro-batch"
             )
-        what = "rates (lr)" if differs >> _OPTIONS & _RATES else "options, such as momentum or weight_decay"
+        pushed = f"micro-batch {mb} was pushed when the optimizers of {both} had different"
+        if differs >> _OPTIONS & _RATES:
+            raise OtherBatch(
+                f"{pushed} rates (lr); set them in pipe.optimizers, or step schedulers, alike on every rank"
+            )
         raise OtherBatch(
-            f"micro-batch {mb} was pushed when the optimizers of {both} had different {what}; set them in "
-            "pipe.optimizers, or step schedulers, alike on every rank"
+            f"{pushed} options, such as momentum or weight_decay, or clip() had other bounds; set them in "
+            "pipe.optimizers, and call clip(), alike on every rank"
         )
 
     def _mark(self, stage: int, mb: int) -> int:

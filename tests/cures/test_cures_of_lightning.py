@@ -30,6 +30,7 @@ from .lightning_modules import (
     Penalized,
     Resting,
     Returning,
+    Saves,
     Setting,
     Stepless,
     Switching,
@@ -121,6 +122,10 @@ ROWS: dict[str, Row] = {
     "no call": Row(
         fits(lambda: Idle(False)), "did not call self.model, so there is nothing for the stages to learn from; call it",
         fits(lambda: Idle(True)),
+    ),
+    "a checkpoint in training_step": Row(
+        fits(lambda: Saves(True)), "in training_step after the call of self.model, .*; save it in on_train_batch_end",
+        fits(lambda: Saves(False)),
     ),
     "an attribute that a forward sets": Row(
         fits(Setting, data=batches), r"but it runs in the stages, and training_step does not see what they set; have",

@@ -1,11 +1,13 @@
 """The names of Lightning and torchmetrics that are not public: each test fails when they change."""
 
 import pickle
+import signal
 from datetime import timedelta
 
 import torch
 from lightning.pytorch.callbacks import Callback, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins.environments import SLURMEnvironment
 from torch import nn
 from torch.utils.data import DataLoader
 from torchdata.stateful_dataloader import StatefulDataLoader
@@ -147,3 +149,10 @@ def test_whether_validation_follows():
     nothing = DataLoader(loader(1).dataset, batch_size=50, drop_last=True)
     trainer(max_epochs=1, val_check_interval=2, callbacks=[Look()]).fit(Regression(), loader(5), nothing)
     assert len(seen) == 10 and not any(due for *_, due in seen)
+
+
+def test_the_signal_of_slurm():
+    assert lightning_internals.requeue_signal(trainer()) is None
+    for queues, number in ((True, signal.SIGUSR2), (False, None)):
+        environment = SLURMEnvironment(auto_requeue=queues, requeue_signal=signal.SIGUSR2)
+        assert lightning_internals.requeue_signal(trainer(plugins=[environment])) == number

@@ -4,11 +4,17 @@ The address of a group's member lies in a store under the group's name. torch 2.
 ended again, and a rank then waits for the process group of a pipeline that is closed.
 """
 
+import time
+
 import pytest
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+import pipeback
+from pipeback.distributed import ranks
 from tests.helpers.choice import rare
 from tests.laws.cases import data, network, pipeline
+from tests.processes.cases import differences, train
 from tests.processes.crew import Crew
 
 
@@ -46,3 +52,29 @@ def test_ranks_with_other_groups_beside():
     with Crew(2) as crew:
         found, other = crew.ranks(2).run(apart, each=range(2))
     assert found == other
+
+
+def beside(rank, *tables):
+    """One of two pipelines at once, each over ranks of its own; that of rank 0 has its store later than the other."""
+    meshes = [DeviceMesh("cpu", table, mesh_dim_names=("dp", "pp")) for table in tables]  # every rank makes all
+    host = ranks.host_store
+    if rank == 0:
+
+        def later(*given, **named):
+            time.sleep(0.5)
+            return host(*given, **named)
+
+        ranks.host_store = later
+    try:
+        own = next(mesh for mesh, table in zip(meshes, tables, strict=True) if rank in table[0])
+        found = train("plain", "pb", workers=pipeback.Processes(mesh=own, timeout=20))
+    finally:
+        ranks.host_store = host
+    return {key: found[key] for key in ("losses", "flying", "end", "model")}
+
+
+def test_two_pipelines_at_once():
+    wanted = train("plain", "pb")
+    with Crew(4) as crew:
+        for found in crew.ranks(4).run(beside, [[0, 2]], [[3, 1]], each=range(4)):
+            assert differences(found, {key: wanted[key] for key in found}) == []
