@@ -1,6 +1,6 @@
 """Measures speed and memory as ratios within one run: contenders take turns, and medians are printed.
 
-    make bench                                 # all sections but stability
+    make bench                                 # all sections but stability and gpu
     pipeback bench processes repeats=9         # some sections; each is a file of benches/
     pipeback bench table networks=resnet20,narrow repeats=3 out=some.json
 

@@ -115,6 +115,8 @@ def optimizer(options: Entry, update_size: int) -> tuple[Optimizers, dict[str, A
             raise ValueError(
                 f"optimizer.reference scales rate and momentum; {options['name']} has none: set it to null"
             )
+        if not given["lr"] >= 0:  # as it was typed, since torch would tell the scaled one
+            raise ValueError(f"optimizer.lr must be a number of at least 0, but is {given['lr']}")
         given["lr"], given["momentum"] = pipeback.scale_hyperparameters(
             given["lr"], given["momentum"], reference, update_size
         )

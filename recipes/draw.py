@@ -25,7 +25,6 @@ micro-batches per flush of methods that flush.
 
 from __future__ import annotations
 
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -41,6 +40,7 @@ from pipeback.draw.streaming_lanes import lanes
 from pipeback.draw.worker_bands import beside
 from pipeback.recipes import full_disk
 from pipeback.recipes.measure import run
+from pipeback.recipes.output_files import writable
 from pipeback.schedules.placement import Placed, place
 from pipeback.schedules.recording import Recording
 from pipeback.schedules.timeline import bubble, timeline
@@ -267,16 +267,6 @@ def files(path: str, entries: list[str]) -> dict[str, Path]:
     for file in found.values():
         writable("run", file)
     return found
-
-
-def writable(option: str, path: Path) -> None:
-    """Raise ValueError if a file cannot be written, before anything is trained."""
-    if path.is_dir():
-        raise ValueError(f"{option}={path} is a folder; name a file")
-    if not path.parent.is_dir():
-        raise ValueError(f"{option}={path}: there is no folder {path.parent}")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise ValueError(f"{option}={path} cannot be written: permission denied")
 
 
 def build(entry: str, flush: int) -> pipeback.Method:

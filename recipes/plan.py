@@ -7,7 +7,7 @@
     pipeback plan stages=12 width=1024 store=host micro_batches=32   # linear layers of one size, built and rehearsed
     pipeback plan experiment=streaming_gpt device=H200               # a config of conf/, on a device that is not here
     pipeback plan window gpt:13b devices=H100                        # the batches with which streaming hides
-    pipeback plan calibrate stages=8 out=slow.json                   # what delays cost a small model, for calibrate=
+    pipeback plan calibrate model.depth=8 out=slow.json              # what delays cost a small model, for calibrate=
     pipeback plan validate                                           # published measurements beside predictions
     pipeback plan fit                                                # the constants of the cost model, fitted anew
 

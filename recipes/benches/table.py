@@ -43,6 +43,7 @@ from pipeback.recipes.benches.contenders import PEERS, RANKS, Contender, apart, 
 from pipeback.recipes.benches.peaks import Use, used
 from pipeback.recipes.benches.tasks import NETWORKS, Task, tasks
 from pipeback.recipes.benches.turns import everywhere, join, on_ranks, take_turns
+from pipeback.recipes.output_files import writable
 from pipeback.recipes.provenance import command, load, provenance
 
 FLUSH = 8  # micro-batches between two steps of the flush schedules
@@ -125,8 +126,11 @@ def main(
         sys.exit("pipeback bench: page=true is for the whole table; leave networks=, contenders= and fused= out")
     if read and (networks or contenders or fused):
         sys.exit("pipeback bench: read= measures nothing; leave networks=, contenders= and fused= out")
-    if out and not Path(out).resolve().parent.is_dir():
-        sys.exit(f"pipeback bench: out={out}: there is no folder {Path(out).parent}; make it first")
+    try:
+        if out:
+            writable("out", Path(out))
+    except ValueError as error:
+        sys.exit(f"pipeback bench: {error}")
     some, names = chosen("networks", networks, NETWORKS), chosen("contenders", contenders, ENTRIES)
     if read:
         found = results.load(read)

@@ -18,6 +18,7 @@ from pipeback.planner.hardware import Cluster, devices
 from pipeback.planner.loss import CRITICAL, Loss
 from pipeback.planner.quantities import cost, count, duration, whole
 from pipeback.planner.search import Question, question, within
+from pipeback.recipes.output_files import writable
 from pipeback.recipes.planning.listing import listed
 
 SEVERAL = ("stages", "replicas", "tensor", "micro_batch")  # whole numbers
@@ -135,8 +136,7 @@ def written_to(typed: Words) -> list[Path]:
         for file in (Path(name).expanduser() for name in typed.texts(option)):
             if file.suffix.lower() not in known:
                 raise ValueError(f"{option}={file} must end in one of {', '.join(known)}")
-            if not file.parent.is_dir():
-                raise ValueError(f"{option}={file}: there is no folder {file.parent}")
+            writable(option, file)
             files.append(file)
     if "out" in typed.values:
         import matplotlib  # noqa: F401  # which is missed before anything is computed

@@ -127,6 +127,9 @@ def configured(words: list[str]) -> dict[str, Any]:
     from pipeback.recipes.command import explained, offer_installed_methods, ordered, quoted
     from pipeback.recipes.schemas import check as checked
 
+    if several := [word for word in words if word.startswith("methods=")]:
+        raise ValueError(f"{several[0]}: methods is an option of `pipeback compare`; write method=, such as method=pb")
+
     offer_installed_methods()
     try:
         with initialize_config_module("pipeback.conf", version_base="1.3"):

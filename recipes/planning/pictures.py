@@ -9,6 +9,7 @@ from matplotlib import pyplot as plt  # after the backend is chosen
 from matplotlib.artist import Artist
 from matplotlib.axes import Axes
 from matplotlib.patches import Patch
+from matplotlib.transforms import ScaledTranslation
 
 from pipeback.draw.figures import picture
 from pipeback.planner.estimates import Estimate
@@ -25,6 +26,7 @@ from pipeback.schedules.timeline import Slot
 
 BOXES = 90  # of the busiest worker, that a timeline shows
 ROWS = 32  # workers that a timeline shows
+TICKS, LABELLED = 22, 38  # points that marks below axes take, and marks with a label
 UPDATE = "#9a86c4"
 WORDS = ("forward", "backward", "gradient of the input", "gradient of the weights", "update")  # in this order
 
@@ -145,8 +147,7 @@ def draw_stacks(panel: Stacks, ax: Axes) -> None:
     ax.spines["left"].set_visible(False)
     ax.set_title(panel.title, pad=14)
     handles = [plt.Rectangle((0, 0), 1, 1, color=colours[paint]) for _, paint in panel.keys]
-    ax.legend(handles, [name for name, _ in panel.keys], loc="upper left", bbox_to_anchor=(-0.02, -0.08), ncols=4,
-              frameon=False, fontsize=SIZE - 1, handlelength=1.0, columnspacing=1.0)  # fmt: skip
+    legend_below(ax, TICKS, handles, [name for name, _ in panel.keys], ncols=4, handlelength=1.0, columnspacing=1.0)
 
 
 def draw_chart(chart: Chart, ax: Axes) -> None:
@@ -169,10 +170,11 @@ def draw_chart(chart: Chart, ax: Axes) -> None:
     ax.grid(True, axis="y")
     ax.set_xlabel(chart.below)
     ax.set_title(chart.title)
-    ax.legend(
-        frameon=False,
-        fontsize=SIZE - 1,
-        loc="upper left",
-        bbox_to_anchor=(-0.02, -0.2),
-        ncols=1 + (len(chart.lines) > 4),
-    )
+    legend_below(ax, LABELLED, ncols=1 + (len(chart.lines) > 4))
+
+
+def legend_below(ax: Axes, points: float, *what: Any, **form: Any) -> None:
+    """A legend so many points below the axes, however high they are."""
+    down = ScaledTranslation(0, -points / 72, ax.get_figure().dpi_scale_trans)  # type: ignore[union-attr]
+    ax.legend(*what, loc="upper left", bbox_to_anchor=(0.0, 0.0), bbox_transform=ax.transAxes + down, borderaxespad=0,
+              frameon=False, fontsize=SIZE - 1, **form)  # fmt: skip

@@ -17,6 +17,7 @@ from pipeback.planner.models import Model
 from pipeback.planner.quantities import whole
 from pipeback.planner.windows import Window, lines
 from pipeback.planner.windows import window as window_of
+from pipeback.recipes.draw import picturable
 from pipeback.recipes.planning import charts
 from pipeback.recipes.planning.pictures import draw_chart
 from pipeback.recipes.reports.style import STYLE, WIDE
@@ -44,11 +45,14 @@ def main(words: list[str], console: Console) -> None:
                   prefetch=whole("prefetch", options["prefetch"], 0))
         for name in options["devices"].split(",")
     ]  # fmt: skip
+    file = Path(options["out"]).expanduser() if options["out"] else None
+    if file:
+        picturable(str(file))
     for one in found:
         console.print(str(one), highlight=False, markup=False, soft_wrap=True)
-    if options["out"]:
-        picture(found).savefig(Path(options["out"]).expanduser())
-        console.print(f"written: {options['out']}")
+    if file:
+        picture(found).savefig(file)
+        console.print(f"written: {file}", highlight=False, markup=False, soft_wrap=True)
 
 
 def picture(found: list[Window]) -> plt.Figure:

@@ -233,7 +233,8 @@ def test_what_is_wrong_is_said_before_anything_is_trained(arguments, message, tm
     recipe = pytest.importorskip("pipeback.recipes.draw")
     monkeypatch.chdir(tmp_path)
     Path("locked.json").touch()
-    monkeypatch.setattr(recipe.os, "access", lambda path, mode: path.name != "locked.json")  # root may write anywhere
+    access = lambda path, mode: path.name != "locked.json"  # noqa: E731  # root may write anywhere
+    monkeypatch.setattr("pipeback.recipes.output_files.os.access", access)
     monkeypatch.setattr(recipe, "run", lambda *_: pytest.fail("it was trained"))
     monkeypatch.setattr(sys, "argv", ["pipeback draw", *arguments])
     with pytest.raises(SystemExit) as stopped:

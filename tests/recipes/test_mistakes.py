@@ -27,6 +27,7 @@ UNREADABLE = {"torn": "a: [1\nb: {", "typo": "_target_: pipebak.nothing"}
         (["out="], "out= names no folder; leave it out, or write for example out=outputs/mine"),
         (["seed=-1"], "seed must be a whole number from 0 to 4294967295, but is -1"),
         (["ckpt_path=a file"], "ckpt_path=a file is no checkpoint"),
+        (["optimizer.lr=-1"], "optimizer.lr must be a number of at least 0, but is -1"),
         (["model.width=-4"], "model.width must be a whole number of at least 1, but is -4"),
         (["data.root=a file"], "data.root=a file"),
         (["--config-dir", "conf", "optimizer=torn"], "a file of the configuration is not YAML: "),

@@ -172,6 +172,8 @@ def test_a_device_that_is_not_here(tmp_path):
     (["gpt:13b", "--explain"], "--explain needs a value; write --explain=..."),
     (["window", "gpt:13b"], "name one model and its devices: pipeback plan window gpt:13b devices=H100,GH200"),
     (["window", "gpt:13b", "device=H100"], "'device=H100' is not an option of window; did you mean 'devices'?"),
+    (["window", "gpt:13b", "devices=H100", "out=w.html"], "out=w.html must end in one of .eps"),
+    (["window", "gpt:13b", "devices=H100", "out=nowhere/w.png"], "there is no folder nowhere; make it first"),
     (["calibrate", "method=gpipe"], "method=gpipe has no delay per micro-batch; give flowing ones, method=pb"),
     (["validate", "bubble"], "'bubble' is no section; there are bubbles, steps, memory"),
     (["fit", "row=3"], "'row' is no option of fit; there are rows=, table= and crossed=true"),

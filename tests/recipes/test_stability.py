@@ -75,11 +75,26 @@ def test_rows_are_written_as_they_come_and_taken_over(tmp_path, monkeypatch, cap
 
 
 @pytest.mark.parametrize(("words", "message"), [
-    ("methods=braking", "methods=braking is not among pb, sc"), ("momenta=a", "write momenta=0.9,0.99"),
+    ("methods=braking", "methods=braking is not among pb, sc"),
+    ("momenta=a", "momenta=a: no numbers; write for example momenta=0.9,0.99,0.999"),
+    ("delays=a", "delays=a: no numbers; write for example delays=4,16,64"),
+    *((f"momenta={m}", f"momenta={m}: a momentum is a number from 0 to 0.99999") for m in ("1", "1.5", "nan", "-0.5")),
+    *((f"delays={d}", f"delays={d}: a delay is a whole number of at least 0") for d in ("-1", "0.5", "inf")),
+    ("momenta=0", "momenta=0: lwp predicts from the velocity, which there is none of; leave 0 out, or give methods="),
+    ("out=nowhere/x.csv", "out=nowhere/x.csv: there is no folder nowhere; make it first"),
+    ("out=other.csv", "out=other.csv is no file of `pipeback bench stability`; name another"),
 ])  # fmt: skip
-def test_mistakes(words, message, tmp_path):
+def test_mistakes(words, message, tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "largest", lambda *_: pytest.fail("it was observed"))
+    (tmp_path / "other.csv").write_text("hello")
     done = pipeback("bench", "stability", words, cwd=tmp_path)
-    assert done.returncode == 1 and message in done.stderr
+    assert done.returncode == 1 and message in done.stderr and len(done.stderr.strip().splitlines()) == 1
+    assert (tmp_path / "other.csv").read_text() == "hello"
+
+
+def test_without_momentum_the_methods_that_the_cure_names_are_observed(tmp_path):
+    methods = stability.checked(["pb", "sc", "lwp_w_sc", "msnag", "ef"], "0", "4,16")
+    assert methods == ([0.0], [4.0, 16.0])
 
 
 def test_it_runs_only_if_it_is_named():
