@@ -3,7 +3,8 @@
     F(i):  ŵ = forward_weights(w)          B(i):  w̃ = backward_weights(w, ŵ)          U:  w ← update(w)
 
 F is the forward of micro-batch i at a stage, B its backward and U the update of the stage's weights. Every hook has the
-identity as its default, so a method consists only of what it changes. Hooks run without gradients.
+identity as its default, so a method consists only of what it changes. Hooks run without gradients, and only `update`
+writes into the weights that it is given.
 """
 
 from __future__ import annotations
