@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import count, islice
 from typing import Any
 
 import torch
 
 import pipeback
 from pipeback.methods.base import Shift
+from pipeback.schedules.ops import Op
 from pipeback.schedules.programs import flowing
 
 from .rows import Row, trains
@@ -40,8 +42,29 @@ def written(weights: Any) -> Any:
     return weights
 
 
+def ending(stage: int, stages: int) -> Iterator[Op]:
+    return islice(flowing(2)(stage, stages), 60)
+
+
+def going_on(stage: int, stages: int) -> Iterator[Op]:
+    for i in count():
+        yield from (Op("F", i), Op("B", i), Op("U", i))
+
+
 scaled = refuses(lambda weights: [0.9 * w for w in weights])
 ROWS: dict[str, Row] = {
+    "a schedule of an object": Row(
+        refuses(schedule=lambda self, stage, stages: going_on(stage, stages)),
+        r"the schedule of method Own is called with a stage and their number, but takes \(self, stage, stages\); "
+        r"write it without self, for example def schedule\(stage, stages\)",
+        refuses(schedule=lambda stage, stages: going_on(stage, stages)),
+    ),
+    "a schedule that ends": Row(
+        refuses(schedule=ending),
+        r"stage \d: the program of the schedule ending ended after 60 operations, but programs are endless; let it "
+        r"count micro-batches by itertools.count\(\)",
+        refuses(schedule=going_on),
+    ),
     "a state that is a list": Row(
         refuses(init=lambda self, weights: []),
         r"init of Own\(\) must return a state, which is a dict, but returned list; give back {} if there is nothing",
@@ -85,6 +108,11 @@ ROWS: dict[str, Row] = {
         'returned other weights than the newest, but its copies are "live", which have no room for others; set '
         'copies = "scratch"',
         scaled,
+    ),
+    "copies of an unknown kind": Row(
+        refuses(copies="scrach"),
+        "copies of method Own is 'scrach', which is unknown; choose one of live, scratch, stash",
+        lambda: [refuses(copies=kind)() for kind in ("live", "scratch", "stash")],
     ),
     "weights that F used, where nothing is kept": Row(
         refuses(backward_weights=used),
