@@ -106,10 +106,10 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
             f"the schedule of method {type(method).__name__} is called with a stage and their number, but takes {asked}"
             "; write it without self, for example def schedule(stage, stages)"
         )
-    if method.copies not in (known := ("live", "scratch", "stash")):
+    if method.copies not in ("live", "scratch", "stash"):
         raise ValueError(
-            f"copies of method {type(method).__name__} is {method.copies!r}, which is unknown; choose one of "
-            f"{', '.join(known)}"
+            f'method {type(method).__name__} keeps copies of an unknown kind, {method.copies!r}; set copies = "live", '
+            'copies = "scratch" or copies = "stash"'
         )
     if method.needs_used and method.copies != "stash":
         raise ValueError(

@@ -111,7 +111,8 @@ ROWS: dict[str, Row] = {
     ),
     "copies of an unknown kind": Row(
         refuses(copies="scrach"),
-        "copies of method Own is 'scrach', which is unknown; choose one of live, scratch, stash",
+        """method Own keeps copies of an unknown kind, 'scrach'; set copies = "live", copies = "scratch" or """
+        'copies = "stash"',
         lambda: [refuses(copies=kind)() for kind in ("live", "scratch", "stash")],
     ),
     "weights that F used, where nothing is kept": Row(
