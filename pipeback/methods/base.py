@@ -229,7 +229,7 @@ class Method:
         return weights
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
-        """Move the weights by the averaged gradient in their `.grad`; return the new state."""
+        """Move the weights by the averaged gradient in their `.grad`, which may be None; return the new state."""
         optimizer.step()
         return state
 
