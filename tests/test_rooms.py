@@ -177,6 +177,7 @@ def test_imports_for_type_checkers_alone_are_of_other_packages():
 
 PARTS = {
     "base",
+    "answers",
     "momentum",
     "adam",
     "columns",

@@ -3,7 +3,8 @@
     F(i):  ŵ = forward_weights(w)          B(i):  w̃ = backward_weights(w, ŵ)          U:  w ← update(w)
 
 F is the forward of micro-batch i at a stage, B its backward and U the update of the stage's weights. Every hook has the
-identity as its default, so a method consists only of what it changes. Hooks run without gradients.
+identity as its default, so a method consists only of what it changes. Hooks run without gradients, and only `update`
+writes into the weights that it is given.
 """
 
 from __future__ import annotations
@@ -228,7 +229,7 @@ class Method:
         return weights
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
-        """Move the weights by the averaged gradient in their `.grad`; return the new state."""
+        """Move the weights by the averaged gradient in their `.grad`, which may be None; return the new state."""
         optimizer.step()
         return state
 

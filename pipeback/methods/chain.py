@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from pipeback.methods.answers import initial, state_of
 from pipeback.methods.base import (
     Chosen,
     Correction,
@@ -112,7 +113,7 @@ class _Chain(Method):
         return sum(m.state_numbers(shape) for m in self.methods)
 
     def init(self, weights: Weights) -> State:
-        return {f"{n}/{key}": value for n, m in enumerate(self.methods) for key, value in m.init(weights).items()}
+        return {f"{n}/{key}": value for n, m in enumerate(self.methods) for key, value in initial(m, weights).items()}
 
     def forward_weights(self, weights: Weights, state: State, when: When) -> Chosen:
         chosen: Chosen = weights
@@ -183,7 +184,7 @@ class _Onion:
         before = _part(self.method_state, n)
         when = _inside(self.methods[n], before, self.when)
         inside = _Onion(self.methods, n + 1, self.weights, self.inner, self.method_state, when, self.fresh)
-        state = self.methods[n].update(self.weights, inside, before, self.when)
+        state = state_of(self.methods[n], "update", self.methods[n].update(self.weights, inside, before, self.when))
         self.fresh.update({f"{n}/{key}": value for key, value in state.items()})
 
 

@@ -101,6 +101,16 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
         )
     if not callable(getattr(method, "schedule", None)):
         raise TypeError(f"method {type(method).__name__} has no schedule; set one, for example flowing(2)")
+    if (asked := _other_than_two(method.schedule)) is not None:
+        raise TypeError(
+            f"the schedule of method {type(method).__name__} is called with a stage and their number, but takes {asked}"
+            "; write it without self, for example def schedule(stage, stages)"
+        )
+    if method.copies not in ("live", "scratch", "stash"):
+        raise ValueError(
+            f'method {type(method).__name__} keeps copies of an unknown kind, {method.copies!r}; set copies = "live", '
+            'copies = "scratch" or copies = "stash"'
+        )
     if method.needs_used and method.copies != "stash":
         raise ValueError(
             f'method {type(method).__name__} needs the weights that F used, but its copies are "{method.copies}", '
@@ -118,17 +128,24 @@ def check_functions(method: Any, loss: Any, optimizer: Any) -> None:
 
 def _check_takes_two(loss: Any) -> None:
     """Raise TypeError unless a loss can be called with an output and a target; nothing where this is not known."""
-    try:
-        asked = inspect.signature(loss, follow_wrapped=False)
-    except (TypeError, ValueError):  # functions of C have none
-        return
-    try:
-        asked.bind(None, None)
-    except TypeError:
+    if (asked := _other_than_two(loss)) is not None:
         raise TypeError(
             f"loss is called with the model's output and the target, which may be None, but takes {asked}; for example "
             "loss=lambda output, _: output.square().mean()"
-        ) from None
+        )
+
+
+def _other_than_two(function: Any) -> inspect.Signature | None:
+    """The signature of a function that cannot be called with two arguments; None if it can, or this is not known."""
+    try:
+        asked = inspect.signature(function, follow_wrapped=False)
+    except (TypeError, ValueError):  # functions of C have none
+        return None
+    try:
+        asked.bind(None, None)
+    except TypeError:
+        return asked
+    return None
 
 
 def _call(value: Any) -> str:

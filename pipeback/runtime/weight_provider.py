@@ -17,11 +17,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 
-from pipeback.methods.base import Method, Past, Shift, When, overrides, sampled
+from pipeback.methods.base import Method, Past, Shift, overrides, sampled
+from pipeback.runtime.chosen_weights import ChosenWeights, HookCall
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
 from pipeback.stages.gradients import GradientSums
@@ -31,15 +32,6 @@ from pipeback.stages.trained_weights import unshifted
 from pipeback.tensors import accelerators
 from pipeback.tensors.weight_list import Weights, add_scaled, copy, copy_all, set_aside
 
-
-class HookCall(NamedTuple):
-    """A question to the method: which weights do these stages run an operation on?"""
-
-    team: StageGroup
-    mb: int  # the micro-batch at the first stage
-    when: When
-
-
 Ask = Callable[[Kind, Ops], list[HookCall]]
 
 
@@ -47,6 +39,7 @@ class WeightProvider(Protocol):
     """The interface that a worker uses. held: the value of `forward` or `backward`, empty if there is no undo."""
 
     ask: Ask  # set by the worker
+    chosen: ChosenWeights  # what it asks the method; its `failure` is set by the worker
     joins: bool  # whether one call of a hook or an optimizer may serve several stages
     alone: bool  # whether no other rank takes part in what it does
 
@@ -75,7 +68,7 @@ class ResidentWeights:
     joins = alone = True
 
     def __init__(self, stages: Mapping[int, Stage], method: Method) -> None:
-        self.stages, self.method = stages, method
+        self.stages, self.chosen = stages, ChosenWeights(method)
         self.ask: Ask = lambda kind, ops: []
         self.moves: list[tuple[float, float, str, int]] = []
         self._rounds = any(stage.masters.weights for stage in stages.values())
@@ -99,20 +92,27 @@ class ResidentWeights:
         if not self._forward_hook:
             return []
         held: list[Held] = []
-        with torch.no_grad():
-            for team, _, when in self.ask("F", ops):
-                chosen = self.method.forward_weights(team.weights, team.state, when)
-                if chosen is team.weights:
-                    continue
-                if isinstance(chosen, Past):
-                    if chosen.version != team.first.version:
-                        older = team.first.past(chosen.version)
-                        held.append(_exchange([(team.first, older)], version=chosen.version))
-                else:
-                    held.append(_place(team, chosen, stash=self._stash))
+        try:
+            with torch.no_grad():
+                self._forward(self.ask("F", ops), held)
+        except BaseException:
+            self.after_backward(held)
+            raise
         forget_casts()
         self._round(held)
         return held
+
+    def _forward(self, calls: Iterable[HookCall], held: list[Held]) -> None:
+        for call in calls:
+            team, chosen = call.team, self.chosen.forward(call)
+            if chosen is team.weights:
+                continue
+            if isinstance(chosen, Past):
+                if chosen.version != team.first.version:
+                    older = team.first.past(chosen.version)
+                    held.append(_exchange([(team.first, older)], version=chosen.version))
+            else:
+                held.append(_place(team, chosen, stash=self._stash))
 
     def after_forward(self, held: Sequence[Held], ops: Ops) -> None:
         """Put the newest weights back; the flights keep the weights that they used."""
@@ -142,23 +142,31 @@ class ResidentWeights:
         versions: dict[int, int] = {}
         if self._on_used:
             return self._used(ops)
-        with torch.no_grad():
-            for team, mb, when in self.ask("B", ops):
-                stage = team.first
-                used = stage.used(mb) if self._stash else None  # one stage per team
-                chosen = self.method.backward_weights(team.weights, used, team.state, when)
-                if chosen is used:
-                    versions[stage.index] = stage.flights[mb].version
-                    if used is not team.weights:
-                        held.append(_exchange([(stage, used)]))
-                elif isinstance(chosen, Past):
-                    versions[stage.index] = chosen.version
-                    if chosen.version != stage.version:
-                        held.append(_exchange([(stage, stage.past(chosen.version))]))
-                elif chosen is not team.weights:
-                    held.append(_place(team, chosen, stash=self._stash))
+        try:
+            with torch.no_grad():
+                self._backward(self.ask("B", ops), held, versions)
+        except BaseException:
+            self.after_backward(held)
+            raise
         self._round(held)
         return held, versions
+
+    def _backward(self, calls: Iterable[HookCall], held: list[Held], versions: dict[int, int]) -> None:
+        for call in calls:
+            team, mb, _ = call
+            stage = team.first
+            used = stage.used(mb) if self._stash else None  # one stage per team
+            chosen = self.chosen.backward(call, used)
+            if used is not None and chosen is used:
+                versions[stage.index] = stage.flights[mb].version
+                if used is not team.weights:
+                    held.append(_exchange([(stage, used)]))
+            elif isinstance(chosen, Past):
+                versions[stage.index] = chosen.version
+                if chosen.version != stage.version:
+                    held.append(_exchange([(stage, stage.past(chosen.version))]))
+            elif chosen is not team.weights:
+                held.append(_place(team, chosen, stash=self._stash))
 
     def _used(self, ops: Ops) -> tuple[list[Held], dict[int, int]]:
         """Put the weights into place on which the forwards of these micro-batches ran."""

@@ -18,15 +18,17 @@ import torch
 from torch import Tensor
 
 from pipeback.errors import StageError
+from pipeback.methods.answers import state_of
 from pipeback.methods.base import Method, When, overrides
 from pipeback.private import hooked
+from pipeback.runtime.chosen_weights import HookCall
 from pipeback.runtime.executor import Executor, JoinedOperations
 from pipeback.runtime.ledger import Ledger
 from pipeback.runtime.link import OtherBatch, StageLink
 from pipeback.runtime.optimizer_state_watch import OptimizerStateWatch
 from pipeback.runtime.replicas import Replicas, SummedUpdate
 from pipeback.runtime.staleness import Watch
-from pipeback.runtime.weight_provider import HookCall, ResidentWeights, WeightProvider, forget_casts
+from pipeback.runtime.weight_provider import ResidentWeights, WeightProvider, forget_casts
 from pipeback.runtime.weight_write_watch import WeightWriteWatch
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
@@ -89,7 +91,7 @@ class Worker:
         self.trace: list[tuple[float, float, int, str, int]] = []  # (start, end, stage, kind, micro-batch), seconds
         self.stash = method.copies == "stash"
         self.residence = residence or ResidentWeights(self.stages, method)
-        self.residence.ask = self._asked
+        self.residence.ask, self.residence.chosen.failure = self._asked, self.failure
         self.update_hook = overrides(method, "update")
         self._steps: dict[tuple[bool, tuple[int, ...]], list[StageGroup]] = {}  # groups that are updated together
         self._alone = {s.index: StageGroup([s], delays) for s in stages}  # always the same: it may count steps
@@ -354,7 +356,7 @@ class Worker:
             with optimizer.heard(self.method.steps_itself):
                 after = self.method.update(team.weights, optimizer, before, when)
             if after is not before:
-                team.state = after
+                team.state = state_of(self.method, "update", after)
         except Exception as error:
             raise self.failure("update", team.first, mb, error) from error
 

@@ -6,6 +6,7 @@ A schedule may split B into I, the gradient of the input, and W, the gradient of
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from itertools import chain
 from typing import Literal, NamedTuple
 
 Kind = Literal["F", "B", "I", "W", "U"]
@@ -23,6 +24,26 @@ class Op(NamedTuple):
 
 Schedule = Callable[[int, int], Iterator[Op]]
 """(stage, stages) -> the endless program of that stage, micro-batches counted from 0."""
+
+
+def endless(schedule: Schedule, stage: int, stages: int) -> Iterator[Op]:
+    """The program of a stage, which raises RuntimeError where it ends."""
+    return chain(schedule(stage, stages), _end(schedule, stage, stages))
+
+
+def _end(schedule: Schedule, stage: int, stages: int) -> Iterator[Op]:
+    raise ended(schedule, stage, stages)
+    yield
+
+
+def ended(schedule: Schedule, stage: int, stages: int) -> RuntimeError:
+    """The error of a program that ends."""
+    count = sum(1 for _ in schedule(stage, stages))
+    name = getattr(schedule, "__qualname__", None) or repr(schedule)
+    return RuntimeError(
+        f"stage {stage}: the program of the schedule {name} ended after {count} operations, but programs are endless; "
+        "let it count micro-batches by itertools.count()"
+    )
 
 
 def until(program: Iterator[Op], n: int, backwards: int = 0, updated: int = 0) -> Iterator[Op]:

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 from itertools import islice, repeat
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from pipeback.schedules.ops import Op, Schedule, until
+from pipeback.schedules.ops import Op, Schedule, endless, until
 from pipeback.schedules.placement import Placed
 from pipeback.schedules.programs import Flowing, flushed_in_flight
 from pipeback.schedules.split import Late, zero_bubble_in_flight
@@ -244,7 +244,7 @@ def _steady(schedule: Schedule, stage: int, stages: int) -> _Steady:
         window = 2 * window or 8 * (stages + 1)
         updates = delay = running = most = 0
         seen: dict[int, int] = {}
-        for n, (kind, i) in enumerate(islice(schedule(stage, stages), window)):
+        for n, (kind, i) in enumerate(islice(endless(schedule, stage, stages), window)):
             if kind == "F":
                 seen[i] = updates
                 running += 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from pipeback.schedules.ops import Kind, Op, Schedule
+from pipeback.schedules.ops import Kind, Op, Schedule, endless
 from pipeback.schedules.placement import Placed
 
 
@@ -28,7 +28,7 @@ def turns_of(placed: Placed | None) -> list[Turns]:
 def programs(schedule: Schedule, stages: int) -> list[Iterator[Op]]:
     """That of each stage; where the schedule says what each worker does, stages of a part share one."""
     if not isinstance(schedule, Placed):
-        return [schedule(s, stages) for s in range(stages)]
+        return [endless(schedule, s, stages) for s in range(stages)]
     shared = [(schedule(part.start, stages), part) for part in schedule.placement.parts]
     return [program for program, part in shared for _ in part]
 

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipeback.methods.answers import initial
 from pipeback.methods.base import Method, State
 from pipeback.private import registered
 from pipeback.splitting.control_flow import run_as_written
@@ -129,8 +130,7 @@ class Stage:
 
     def prepare(self, method: Method) -> None:
         """Initialise what the method keeps beside the weights, as before the first micro-batch."""
-        with torch.no_grad():
-            self.state = method.init(self.weights)
+        self.state = initial(method, self.weights)
         if method.copies == "scratch" and self.home.slot is None:  # else made on the way to the device
             self.versions.lay([torch.empty_like(w) for w in self.weights])
 

@@ -85,10 +85,8 @@ class StageGroup:
 
     @property
     def scratch(self) -> Weights:
-        """The buffers for shifted weights. Raises RuntimeError if the method has declared none."""
+        """The buffers for shifted weights of a method whose copies are "scratch"."""
         if self._scratch is None:
-            if self.first.versions.scratch is None:
-                raise RuntimeError('the method shifts weights, but its copies are "live"; declare copies = "scratch"')
             self._scratch = joined(s.versions.scratch or () for s in self.stages)
         return self._scratch
 

@@ -26,7 +26,8 @@ from typing import NamedTuple
 import torch
 
 from pipeback.methods.base import Method, Past, Shift
-from pipeback.runtime.weight_provider import Ask, HookCall, forget_casts
+from pipeback.runtime.chosen_weights import ChosenWeights, HookCall
+from pipeback.runtime.weight_provider import Ask, forget_casts
 from pipeback.schedules.ops import Kind
 from pipeback.schedules.order import Ops, Wave
 from pipeback.stages.device_slot import DeviceSlot
@@ -62,7 +63,7 @@ class StreamedWeights:
         self, stages: Mapping[int, Stage], method: Method, store: Store, column: ReplicaGroup | None = None
     ) -> None:
         """column: the group of ranks over whose stores the weights are split; None: they are not split."""
-        self.stages, self.method, self.store, self.column = stages, method, store, column
+        self.stages, self.chosen, self.store, self.column = stages, ChosenWeights(method), store, column
         self.alone = column is None
         self.ask: Ask = lambda kind, ops: []
         self._stash = method.copies == "stash"
@@ -297,13 +298,13 @@ class StreamedWeights:
         return {stage.index: Brought(version) for stage, version in stages}
 
     def _chosen(self, stage: Stage, slot: DeviceSlot, kind: Kind, asked: HookCall, version: int) -> Brought:
-        team, mb, when = asked
+        team, mb, _ = asked
         used, flight = None, stage.flights.get(mb)
         if kind == "F":
-            chosen = self.method.forward_weights(team.weights, team.state, when)
+            chosen = self.chosen.forward(asked)
         else:
             used = stage.used(mb) if self._stash else None
-            chosen = self.method.backward_weights(team.weights, used, team.state, when)
+            chosen = self.chosen.backward(asked, used)
         owned = None if flight is None else flight.owned
         before = None if flight is None else flight.version
         what = brings(choice_of(chosen, team.weights, used), version, before, owned=owned is not None)

@@ -21,7 +21,7 @@ from pipeback.schedules.order import POLICIES
 from tests.helpers.long_forms import grouped
 from tests.laws.cases import data, network
 
-from . import building, calls, of_later_methods, of_methods, of_models, of_options, of_runs
+from . import building, calls, of_later_methods, of_methods, of_models, of_options, of_own_methods, of_runs
 from .rows import (
     BATCH,
     Branching,
@@ -34,7 +34,7 @@ from .rows import (
 TYPED = r"[Uu]se ([a-z_]+)=((?:\"[^\"]*\"|'[^']*'|[^,;\s])+)"
 ROWS = {
     **building.ROWS, **of_methods.ROWS, **of_later_methods.ROWS, **of_models.ROWS, **of_options.ROWS, **of_runs.ROWS,
-    **calls.ROWS,
+    **of_own_methods.ROWS, **calls.ROWS,
 }  # fmt: skip
 
 

@@ -125,7 +125,7 @@ def test_a_method_that_shifts_must_say_so():
         def forward_weights(self, weights, state, when):
             return [w + 1 for w in weights]
 
-    with pytest.raises(RuntimeError, match='declare copies = "scratch"'):
+    with pytest.raises(RuntimeError, match='set copies = "scratch"'):
         pipeline(network(), Undeclared()).push(*data(1)[0])
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipeback.methods.answers import state_of
 from pipeback.methods.base import Method, When
 from pipeback.stages.joint_optimizer import Group, Options
 from pipeback.vectorized.steps.adam_rows import FIRST, SECOND, STEP, AdamStep, columns
@@ -132,7 +133,7 @@ class OwnStep:
         finally:
             for w in weights:
                 w.grad = None
-        self.state.put(self.rows, before, after)
+        self.state.put(self.rows, before, state_of(self.method, "update", after))
 
     def _prepared(self, weights: Sequence[Tensor]) -> tuple[RowOptimizer, When]:
         several, rates, n = self.state.several, self.base.rates, len(self.delays)
