@@ -28,11 +28,8 @@ from typing import Any
 
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
-<<<<<<< HEAD
-from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
-=======
 from lightning.pytorch.plugins.environments import SLURMEnvironment
->>>>>>> ranksx
+from lightning.pytorch.plugins.io.wrapper import _WrappingCheckpointIO
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher as MultiProcessingLauncher
 from lightning.pytorch.strategies.launchers import _SubprocessScriptLauncher as ScriptLauncher
 from lightning.pytorch.strategies.launchers.launcher import _Launcher as Launcher
