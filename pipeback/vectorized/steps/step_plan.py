@@ -42,18 +42,19 @@ class StepPlan:
         self.complex = any(map(torch.is_complex, rows.stepped))  # lists of the rows are of one type, and Adam squares
         self.totals: list[Tensor] = []  # sums of gradients, where stages make their own updates
         self.state = RowState(self.stages, rows.state)
-        self._known: tuple[list[Options], AnyStep | None] = ([], None)
+        self._known: tuple[list[Options], Step | AdamStep | None, AnyStep | None] = ([], None, None)  # plain, corrected
         self._summing: tuple[list[Options], SummedStep | None] = ([], None)
 
     def step(self, options: Sequence[Options], corrected: Asked | None = None, *others: Options) -> AnyStep | None:
         """Return the step that the stages' options ask for; None unless all ask for the same Adam or momentum SGD, and
         step the weights that F and B run on, not masters, which are real.
 
-        The rates may differ. corrected: asks a method for its correction of the step, anew if any options change.
+        The rates may differ. corrected: asks a method for its correction of the step, anew if any options change or
+        if it varies.
         """
         if self.complex or self.hooked() or self.masters:
             return None
-        known, step = self._known
+        known, plain, step = self._known
         asked = [*options, *others]
         if len(known) != len(asked) or any(a is not b for a, b in zip(known, asked, strict=True)):
             plain = step = self._uncorrected(options)
@@ -61,11 +62,11 @@ class StepPlan:
                 correction = corrected.correction()
                 own = correction.own and bool(self.rows.stepped)
                 step = self._own(plain, correction, corrected, options) if own else self._corrected(plain, correction)
-            self._known = asked, step
-        elif step is not None and step.varies and corrected is not None and isinstance(step, Step | AdamStep):
+            self._known = asked, plain, step
+        elif plain is not None and step is not None and step.varies and corrected is not None:
             correction = corrected.correction()
-            step = replace(step, rates=self._by_weight(correction.rates), varies=correction.varies)
-            self._known = asked, step
+            step = self._shifted(step, correction) if isinstance(step, OwnStep) else self._corrected(plain, correction)
+            self._known = asked, plain, step
         return step
 
     @property
@@ -146,12 +147,16 @@ class StepPlan:
     ) -> OwnStep | None:
         if isinstance(step, AdamStep) and not correction.along and any([*correction.ahead, *correction.back]):
             return None  # there is no velocity
-        ahead, back = self._shifts(correction)
         first = self.stages[0]
-        return OwnStep(
+        own = OwnStep(
             asked.method, step, self.state, numbered_groups(first, options[0]),
-            [asked.delays[stage.index] for stage in self.stages], (first.index, first.stages), ahead, back,
+            [asked.delays[stage.index] for stage in self.stages], (first.index, first.stages),
         )  # fmt: skip
+        return self._shifted(own, correction)
+
+    def _shifted(self, step: OwnStep, correction: Correction) -> OwnStep:
+        ahead, back = self._shifts(correction)
+        return replace(step, ahead=ahead, back=back, varies=correction.varies)
 
     def _by_weight(self, numbers: Sequence[float]) -> list[list[float]]:
         """Turn lists of numbers per stage into lists per weight; an empty list stays empty."""
