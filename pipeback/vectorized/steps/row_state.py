@@ -57,12 +57,12 @@ class RowState:
                 old[slice(*rows)] = value
                 self._whole[name] = old
 
-    def give(self) -> None:
-        """Hand the numbers back to the stages, which hold the lists already."""
+    def give(self) -> bool:
+        """Hand the numbers back to the stages, which hold the lists already. Returns whether there were any updates."""
         whole, self._whole = self._whole, None
         self._parts.clear()
         if whole is None:
-            return
+            return False
         for r, stage in enumerate(self.stages):
             numbers: State = {}
             for name, value in whole.items():
@@ -72,6 +72,7 @@ class RowState:
                         kind: Callable[[Any], Any] = type(stage.state.get(name, now))
                         numbers[name] = kind(now)
             stage.put_state({**stage.state, **numbers})
+        return True
 
     def _taken(self) -> State:
         states = [stage.state for stage in self.stages]

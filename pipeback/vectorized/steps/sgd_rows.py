@@ -34,7 +34,7 @@ class Step:
     ahead: Sequence[Tensor] = ()  # c of F on w + c·v
     back: Sequence[Tensor] = ()  # c of B on w + c·v, or on w + c·δ
     drift: Sequence[Tensor] = ()  # 1 − γ of δ ← γ·δ + (1 − γ)·(w' − w)
-    varies: bool = False  # whether its rates hold for one update only
+    varies: bool = False  # whether its numbers hold for one update only
 
     @cached_property
     def rate(self) -> float | None:

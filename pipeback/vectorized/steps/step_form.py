@@ -24,6 +24,12 @@ class RingPlaces(NamedTuple):
     write: Tensor
 
 
+def shifts_alike(step: AnyStep) -> bool:
+    """Whether F and B run on the same weights."""
+    some, others = step.ahead, step.back
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
 def slots(rings: Sequence[Tensor], at: Slots) -> Sequence[Tensor]:
     """Return the slots of this number, written for a compiler; `at` may be the slots themselves."""
     at = at.read if isinstance(at, RingPlaces) else at

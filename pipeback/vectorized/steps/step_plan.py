@@ -57,7 +57,8 @@ class StepPlan:
         """Return the step that the stages' options ask for; None unless all ask for the same Adam or momentum SGD, and
         step the weights that F and B run on, not masters, which are real.
 
-        The rates may differ. corrected: asks a method for its correction of the step, anew if any options change.
+        The rates may differ. corrected: asks a method for its correction of the step, anew if any options change or
+        if it varies.
         """
         if self.complex or self.hooked() or self.masters:
             return None
@@ -79,7 +80,8 @@ class StepPlan:
         correction, plain, step = asked.correction(), before.plain, before.step
         assert plain is not None
         if correction.own and self.rows.stepped:
-            return Answer(plain, self._own(plain, correction, asked, options), correction)
+            own = step if isinstance(step, OwnStep) else self._own(plain, correction, asked, options)
+            return Answer(plain, own and self._shifted(own, correction), correction)
         if before.correction is None or before.correction[:4] != correction[:4] or isinstance(step, OwnStep):
             return Answer(plain, self._corrected(plain, correction), correction)
         assert isinstance(step, Step | AdamStep)
@@ -153,7 +155,7 @@ class StepPlan:
     def _shifting(self, correction: Correction) -> SummedStep:
         ahead, back = self._shifts(correction)
         renewed = self.rows.state(correction.group) if correction.group else ()
-        varies = correction.varies and bool(ahead or back)
+        varies = correction.varies and _moves(correction)
         return SummedStep(self.totals, ahead, back, renewed=renewed, varies=varies)
 
     def _shifts(self, correction: Correction) -> list[Sequence[Tensor]]:
@@ -166,13 +168,15 @@ class StepPlan:
     ) -> OwnStep | None:
         if isinstance(step, AdamStep) and not correction.along and any([*correction.ahead, *correction.back]):
             return None  # there is no velocity
-        ahead, back = self._shifts(correction)
         first = self.stages[0]
         return OwnStep(
             asked.method, step, self.state, numbered_groups(first, options[0]),
-            [asked.delays[stage.index] for stage in self.stages], (first.index, first.stages), ahead, back,
-            varies=correction.varies and bool(ahead or back),
+            [asked.delays[stage.index] for stage in self.stages], (first.index, first.stages),
         )  # fmt: skip
+
+    def _shifted(self, step: OwnStep, correction: Correction) -> OwnStep:
+        ahead, back = self._shifts(correction)
+        return replace(step, ahead=ahead, back=back, varies=correction.varies and _moves(correction))
 
     def _by_weight(self, numbers: Sequence[float]) -> list[list[float]]:
         """Turn lists of numbers per stage into lists per weight; an empty list stays empty."""
@@ -183,3 +187,7 @@ class StepPlan:
         """Return what `ask` gives for every stage, if it is the same for all; else None."""
         first, *others = (ask(stage, some) for stage, some in zip(self.stages, options, strict=True))
         return first if all(one == first for one in others) else None
+
+
+def _moves(correction: Correction) -> bool:
+    return bool(correction.ahead or correction.back)

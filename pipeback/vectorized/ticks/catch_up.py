@@ -6,7 +6,7 @@ the ledger are those that the rounds would have left, one by one.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -45,12 +45,14 @@ class Rounds:
         moving: Sequence[StackTick],
         judge: LossStage | OutputStage | None,
         options: Mapping[int, Options],
+        own: Container[int],
         *,
         stashes: bool,
     ) -> None:
         """Tell the stages of these stacks, the last stage, if it is a graph, and the ledger.
 
-        options: those of the micro-batches. stashes: whether B has run on the weights of F.
+        options: those of the micro-batches. own: the stages whose state the method's own updates have kept. stashes:
+        whether B has run on the weights of F.
         """
         worker, f, b = self.worker, self.f, self.b
         numbers = [s for one in moving for s in one.stack.numbers]
@@ -79,7 +81,7 @@ class Rounds:
             stage = worker.stages[s]
             if self.done[s] and self.groups is None:
                 stage.updated(self.done[s])
-                state = worker.method.advanced(stage.state, self.done[s])
+                state = stage.state if s in own else worker.method.advanced(stage.state, self.done[s])
                 stage.put_state(
                     {
                         name: velocity(stage.optimizer, stage.weights) if of_velocities(name) else value

@@ -130,7 +130,7 @@ class Steady:
         run = self._run
         if run is not None:
             other = (self._in_turn is not None) != in_turn
-            if other or run.long or self._undecided or self._outdated():
+            if other or run.long or run.parted or self._undecided or self._outdated():
                 self.finish()
         if self._run is None:
             with TRACING:

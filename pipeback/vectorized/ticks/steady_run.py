@@ -25,7 +25,7 @@ from pipeback.vectorized.steps.asked_steps import AskedSteps
 from pipeback.vectorized.steps.joint_step import JointStep
 from pipeback.vectorized.steps.own_step import OwnStep
 from pipeback.vectorized.steps.row_tensors import AnyStep
-from pipeback.vectorized.steps.step_form import RingPlaces, count
+from pipeback.vectorized.steps.step_form import RingPlaces, count, shifts_alike
 from pipeback.vectorized.steps.step_plan import StepPlan
 from pipeback.vectorized.ticks.captured_ticks import CapturedTicks
 from pipeback.vectorized.ticks.catch_up import Rounds
@@ -78,6 +78,7 @@ class SteadyRun:
         self.judge: Judge | None = None
         flights = worker.stages[worker.first].flights
         self.options = RunOptions({i: flight.options for i, flight in flights.items()} or worker.options)
+        self.parted = False  # whether F and B of the last stage, which is run as one graph, no longer share weights
         self._looked = False
         self._even = True  # whether all stages of a turn have done the same number of rounds
         self._grow()
@@ -96,7 +97,7 @@ class SteadyRun:
         last = self.worker.last
         if judge is not None and plan is not None:
             step = self._step(plan, 0)
-            if step is None or not _equal(step.ahead, step.back):
+            if step is None or not shifts_alike(step):
                 judge = None
         self.judge = judge
         inside = {s for one in self.moving for s in one.stack.numbers} | ({last} if judge is not None else set())
@@ -225,7 +226,9 @@ class SteadyRun:
             turn.steps = []
             return None
         turn.varies = any(step.varies for step in turn.steps)
-        return turn.steps
+        if turn.varies and turn.judge is not None and not shifts_alike(turn.steps[-1]):
+            self.parted = True
+        return None if self.parted else turn.steps
 
     def _step(self, plan: StepPlan, rounds: int) -> AnyStep | None:
         if self.options.uniform:
@@ -389,11 +392,6 @@ class SteadyRun:
         done = [self.rounds(s) for s in range(self.worker.count)]
         turns = 0 if self.line is not None else self.count
         rounds = Rounds(self.worker, done, *self._began, turns, self.groups, self.entered)
-        for turn in self.turns:
-            for plan in turn.plans:
-                plan.state.give()
-        rounds.tell(self.moving, self.judge, self.options.known, stashes=self.worker.stash)
-
-
-def _equal(some: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return len(some) == len(others) and all(map(torch.equal, some, others))
+        plans = [plan for turn in self.turns for plan in turn.plans if plan.state.give()]
+        own = {stage.index for plan in plans for stage in plan.stages}
+        rounds.tell(self.moving, self.judge, self.options.known, own, stashes=self.worker.stash)
