@@ -32,7 +32,6 @@ from pipeback.methods.few_quotients import fewer_quotients
 from pipeback.methods.gradients import decoupled
 from pipeback.methods.momentum import LWP_OF_WEIGHTS
 from pipeback.methods.option_checks import require_real
-from pipeback.methods.rates import rates_of
 from pipeback.schedules.programs import flowing
 from pipeback.schedules.timeline import in_flight
 
@@ -93,24 +92,19 @@ class DecayedPrediction(Method):
             if "betas" in group:
                 _ahead_of_adam(optimizer, group, some, ahead, delays)
             else:
-                rates = dict(zip(map(id, group["params"]), rates_of(group), strict=True))
                 for w, x, D in zip(some, ahead, delays, strict=True):
-                    v = optimizer.state.get(w, {}).get("momentum_buffer")
-                    _ahead_of_sgd(v, group, rates[id(w)], w, x, D)
+                    _ahead_of_sgd(optimizer.state.get(w, {}).get("momentum_buffer"), group, w, x, D)
         return state
 
     def correction(self, when: When, state: State) -> Correction:
         return Correction([float(D > 0) for D in when.delays], used=self.stash, along="ahead", own=True)
 
 
-def _ahead_of_sgd(
-    v: Tensor | None, group: dict[str, Any], rates: Number, w: Tensor, into: Tensor, D: Number
-) -> None:  # fmt: skip
+def _ahead_of_sgd(v: Tensor | None, group: dict[str, Any], w: Tensor, into: Tensor, D: Number) -> None:
     """ŵ − w of one weight."""
     options = group["momentum"], group["weight_decay"], group["dampening"], group["nesterov"]
-    several = isinstance(D, Tensor)
+    rates, several = group["lr"], isinstance(D, Tensor)
     if several:
-        assert isinstance(rates, Tensor) and isinstance(D, Tensor)
         pairs = [_powers(rate, *options, n) for rate, n in zip(rates.tolist(), D.flatten().tolist(), strict=True)]
         by_weight, by_velocity = (
             column(torch.tensor(some, dtype=torch.float64, device=w.device), w) for some in zip(*pairs, strict=True)

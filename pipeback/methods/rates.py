@@ -14,18 +14,14 @@ from pipeback.tensors.weight_list import chosen
 @contextmanager
 def divided_rates(optimizer: OptimizerLike, divisor: Number) -> Iterator[None]:
     """A context in which the rates of all parameter groups are divided by `divisor`."""
-    before = [(group["lr"], group.get("rates")) for group in optimizer.param_groups]
-    for group, (rate, each) in zip(optimizer.param_groups, before, strict=True):
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate / divisor
-        if each:
-            group["rates"] = tuple([one / divisor for one in each])
     try:
         yield
     finally:
-        for group, (rate, each) in zip(optimizer.param_groups, before, strict=True):
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-            if each:
-                group["rates"] = each
 
 
 @contextmanager
@@ -47,16 +43,11 @@ def each_divided(optimizer: OptimizerLike, weights: Weights, divisors: Sequence[
         groups[:] = own
 
 
-def rates_of(group: dict[str, Any]) -> Sequence[Number]:
-    """The rate of every weight of a group."""
-    return group.get("rates") or (group["lr"],) * len(group["params"])
-
-
 def _parts(group: dict[str, Any], divisors: Sequence[float]) -> list[dict[str, Any]]:
     """A group as groups of one rate each; as it is, with a rate per weight, if its step can do that ("rates")."""
     if "rates" in group:
-        pairs = zip(rates_of(group), divisors, strict=True)
-        return [{**group, "rates": tuple([float(rate) / divisor for rate, divisor in pairs])}]
+        rate = float(group["lr"])
+        return [{**group, "rates": tuple([rate / divisor for divisor in divisors])}]
     found = []
     for divisor in dict.fromkeys(divisors):
         some = [n for n, other in enumerate(divisors) if other == divisor]
