@@ -12,7 +12,8 @@ import torch
 import pipeback
 from pipeback import Method, methods
 from pipeback.methods.base import When
-from tests.helpers.choice import rare
+from tests.helpers.choice import mostly_rare, rare
+from tests.laws import as_one
 from tests.laws.cases import OPTIMIZERS, STAGES, data, everything, network, pipeline
 
 FLOWING: dict[str, Callable[[], Method]] = {
@@ -105,6 +106,20 @@ def test_every_chain_has_the_same_bits_in_workers_and_stores_and_goes_on(pair: t
         pipe.push(x, y)
         resumed.push(x, y)
     assert torch.equal(everything(resumed), everything(pipe))
+
+
+@pytest.mark.parametrize(
+    "pair",
+    mostly_rare(
+        {"+".join(pair): pair for pair in RUN if "eigendelay" not in pair},
+        "pipemare+lwp", "pipemare+msnag", "staleness_lr+cerebras", "lwp+gap_aware",
+    ),
+)  # fmt: skip
+def test_every_chain_has_the_same_numbers_as_one(pair: str) -> None:
+    names = pair.split("+")
+    method = pipeback.chain(*(FLOWING[name]() for name in names))
+    one, other = as_one.pipelines(method, optimizer(*names))
+    as_one.same(as_one.pushed(other), as_one.pushed(one))
 
 
 @pytest.mark.parametrize("name", [name for name in FLOWING if name != "pb"])
