@@ -148,6 +148,7 @@ class Method:
     steps_itself    whether `update` makes the step without calling `optimizer.step()`; such a method is the last of a
                     chain
     reads_moments   whether the hooks read the second moment of Adam in the optimizer's state
+    reads_rates     whether `update` may read the rates in the optimizer's groups, each of which has one rate then
     turns_moments   whether the method keeps it there in other coordinates than those of the weights
     fixed_groups    whether all forwards and backwards of a group, the micro-batches of one update, run on the weights
                     that the forward of the first one is given
@@ -167,6 +168,7 @@ class Method:
     elementwise: bool = True
     steps_itself: bool = False
     reads_moments: bool = False
+    reads_rates: bool = True
     turns_moments: bool = False
     fixed_groups: bool = False
     takes_rows: bool = False

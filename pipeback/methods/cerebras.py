@@ -30,7 +30,7 @@ class Cerebras(Method):
     def __post_init__(self) -> None:
         self.schedule = flowing(self.slack)
         self.copies = "scratch"
-        self.merges = True
+        self.merges, self.reads_rates = True, False
         self.steps_itself = True
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:

@@ -78,6 +78,9 @@ class _Chain(Method):
         self.reads_moments = any(m.reads_moments for m in self.methods)
         self.turns_moments = self.methods[-1].turns_moments
         self.takes_rows = all(m.takes_rows or not overrides(m, "update") for m in self.methods)
+        reads = [m.reads_rates and overrides(m, "update") for m in self.methods]
+        self._divides = any(overrides(m, "update_rates") and any(reads[n:]) for n, m in enumerate(self.methods, 1))
+        self.reads_rates = any(reads)
         own = any(one.own for m in self.methods if (one := _described(m)) is not None)
         self._composes = all(map(described, self.methods)) and _along_one(self.methods) and (self.takes_rows or not own)
 
@@ -131,6 +134,9 @@ class _Chain(Method):
 
     def update(self, weights: Weights, optimizer: OptimizerLike, state: State, when: When) -> State:
         fresh: State = {}
+        if self._divides:  # a method inside reads the rates of groups, which one outside divides: each has one then
+            for group in optimizer.param_groups:
+                group.pop("rates", None)
         _Onion(self.methods, 0, weights, optimizer, state, when, fresh).step()
         return fresh
 

@@ -40,7 +40,7 @@ class LinearWeightPrediction(Method):
         self.schedule = flowing(self.slack)
         self.copies = "scratch"
         self.state_copies = int(self.form == "weight")
-        self.merges = True
+        self.merges, self.reads_rates = True, False
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         if self.form == "velocity":

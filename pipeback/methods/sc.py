@@ -36,7 +36,7 @@ class SpikeCompensation(Method):
     def __post_init__(self) -> None:
         check_horizon("sc", self.horizon)
         self.schedule = flowing(self.slack)
-        self.merges = True
+        self.merges, self.reads_rates = True, False
         self.steps_itself = True
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:

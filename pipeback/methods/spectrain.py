@@ -39,6 +39,7 @@ class SpecTrain(Method):
         self.schedule = flowing(self.slack)
         self.copies = "scratch" if self.version == 1 else "stash"
         self.merges = self.version == 1 and self.slack > 0  # otherwise several stages have the same delay
+        self.reads_rates = False
 
     def check(self, optimizer: torch.optim.Optimizer, stages: int) -> None:
         require_momentum_sgd(optimizer, "spectrain", LWP_OF_WEIGHTS)

@@ -28,6 +28,7 @@ class WeightList(list[Tensor]):
     velocities: list[Tensor] | None = None  # their momentum buffers; None until all have one
     strip: Arena | None = None  # the arena in which they lie, if any: its room and first number
     name, first = "", 0
+    noting = False  # whether their room for copies is taken
     _ones: list[Tensor] | None = None
     _factor: tuple[float, Tensor] | None = None
     _chosen: tuple[tuple[int, ...], WeightList] | None = None
@@ -183,10 +184,10 @@ def copy(weights: Weights, values: Sequence[Tensor]) -> None:
 
 
 def noted(weights: Weights) -> Weights:
-    """Return copies of the weights for `moved`."""
-    if not isinstance(weights, WeightList) or weights.flat is None:
+    """Return copies of the weights for `moved`; a second time before that, other ones."""
+    if not isinstance(weights, WeightList) or weights.flat is None or weights.noting:
         return [w.detach().clone() for w in weights]
-    room = weights.room(MOVED)
+    room, weights.noting = weights.room(MOVED), True
     copy(room, weights)
     return room
 
@@ -195,6 +196,7 @@ def moved(weights: Weights, before: Weights) -> Weights:
     """w − before, in the place of what `noted` has returned if the weights lie in a strip."""
     if not alike(weights, before):
         return list(torch._foreach_sub(weights, before))
+    weights.noting = False  # type: ignore[attr-defined]
     (now,), (old,) = whole(weights, before)
     torch.sub(now.detach(), old, out=old)
     return before

@@ -43,8 +43,8 @@ def trained(method, optimizer, drained=11, loaded=None):
     return everything(pipe)
 
 
-def alike(case, optimizer):
-    together, apart = PIPEMARE[case](), PIPEMARE[case]()
+def alike(make, optimizer):
+    together, apart = make(), make()
     assert together.merges
     apart.merges = False
     assert torch.equal(trained(together, optimizer), trained(apart, optimizer))
@@ -53,12 +53,17 @@ def alike(case, optimizer):
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("case", PIPEMARE)
 def test_each_stage_has_its_own_rate_delay_and_count(case, optimizer):
-    alike(case, OPTIMIZERS[optimizer])
+    alike(PIPEMARE[case], OPTIMIZERS[optimizer])
+
+
+@pytest.mark.parametrize(("inner", "options"), [("msnag", {}), ("pipemare", {"anneal": 5})])
+def test_in_a_chain_around_what_reads_rates_or_moves_of_weights(inner, options):
+    alike(lambda: chain(PIPEMARE["pipemare"](), methods.create(inner, **options)), OPTIMIZERS["momentum"])
 
 
 @pytest.mark.parametrize("optimizer", [*MORE.values(), groups], ids=[*MORE, "groups"])
 def test_with_any_optimizer(optimizer):
-    alike("pipemare", optimizer)
+    alike(PIPEMARE["pipemare"], optimizer)
 
 
 def test_a_state_that_is_loaded_between():

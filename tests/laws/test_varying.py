@@ -21,8 +21,10 @@ class Growing(Method):
     rates: whether its correction says the rates. own: whether it says that its update is called with rows.
     """
 
-    def __init__(self, rates: bool = False, horizon: float | None = None, late: int = 0, *, own: bool = False) -> None:
-        self.schedule, self.copies, self.takes_rows = flowing(2), "scratch", own
+    def __init__(
+        self, rates: bool = False, horizon: float | None = None, late: int = 0, *, own: bool = False, every: int = 1
+    ) -> None:
+        self.schedule, self.copies, self.takes_rows = flowing(2, every=every), "scratch", own
         self.rates, self.horizon, self.late, self.own = rates, horizon, late, own
 
     def init(self, weights: Weights) -> State:
@@ -68,13 +70,14 @@ OWN = {
     "no rates": Growing(),
     "rates": Growing(rates=True),
     "an update with rows": Growing(own=True),
+    "updates of two micro-batches": Growing(every=2),
     "the last stage": Growing(horizon=2.0),
     "the last stage, later": Growing(horizon=2.0, late=23),  # no graph of its F and B together goes on
 }
 
 
-@pytest.mark.parametrize("name", OWN)
-def test_an_own_correction_that_varies(name: str, leapt: list[int]) -> None:
-    one, other = pipelines(OWN[name], "momentum")
+@pytest.mark.parametrize("which", OWN)
+def test_an_own_correction_that_varies(which: str, leapt: list[int]) -> None:
+    one, other = pipelines(OWN[which], "momentum")
     same(pushed(other), pushed(one))
     assert sum(leapt) > 30

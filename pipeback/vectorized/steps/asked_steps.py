@@ -36,7 +36,8 @@ class AskedSteps:
 
         fore, back: per stage, the options of F, and of B and U. updates: those that its state does not know of.
         """
-        correction = partial(self._correction, plan.stages, fore, back, updates)
+        # stages that make their own updates know of them
+        correction = partial(self._correction, plan.stages, fore, back, 0 if plan.totals else updates)
         asked = Asked(self.worker.method, self.worker.delays, correction) if self._corrects else None
         return plan.summed(asked, *back, *fore) if plan.totals else plan.step(back, asked, *fore)
 
