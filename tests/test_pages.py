@@ -135,6 +135,26 @@ def test_every_method_has_a_page():
     assert there == set(pipeback.methods.available())
 
 
+def first_column(page):
+    """Return the names in the first column of a page's tables."""
+    rows = [row for row in (pages.DOCS / page).read_text("utf-8").splitlines() if row.startswith("| `")]
+    return set(re.findall(r"`(\w+)`", " ".join(row.split(" | ")[0] for row in rows)))
+
+
+def test_tables_by_method_leave_none_out():
+    every = pipeback.methods.available()
+    assert set(every) <= first_column("how-to/activations.md")
+    accumulating = {name for name in every if "micro_batches" in pipeback.methods.options(name)}
+    assert accumulating <= first_column("how-to/optimizers.md")
+
+
+def test_the_table_of_groups_has_every_choice():
+    text = (pages.DOCS / "reference/commands.md").read_text("utf-8")
+    for row in re.findall(r"^\| `(\w+)` \| (`[^|]*`) \|", text, re.MULTILINE):
+        if (folder := pages.ROOT / "conf" / row[0]).is_dir():
+            assert set(re.findall(r"`(\w+)`", row[1])) == {path.stem for path in folder.glob("*.yaml")}, row[0]
+
+
 def test_every_page_is_in_a_table_of_contents():
     named = set()
     for page in PAGES:
