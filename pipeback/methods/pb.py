@@ -23,10 +23,11 @@ class PipelinedBackpropagation(Method):
     """slack: 2 as published (full duplex), 1 for the delays of asynchronous 1F1B, 0 for no delay.
 
     placement: "v" puts two parts of the stages on each of p workers, w and 2p − 1 − w. Early stages keep many
-    activations and late ones few, so all workers keep as many. Delays and bits are the same.
+    activations and late ones few, so all workers keep about the same number. Delays and bits are the same.
     late: micro-batches by which W, the gradient of a stage's weights, and its update come after I, the gradient of its
     input. I is sent to the stage before at once; W, the update and sums over replicas take the time that is left. D and
-    the activations that are held grow by `late`, and B runs on weights that are `late` updates older than U moves.
+    the activations that are held grow by `late`, and B runs on weights that are `late` updates older than those
+    that U moves.
     """
 
     slack: int = 2
