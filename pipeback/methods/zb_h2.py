@@ -5,8 +5,8 @@
 Stage s runs 2(S − 1 − s) forwards ahead, and W, the gradient of the weights, comes 2s micro-batches after I, the
 gradient of the input. Qi et al., arXiv 2401.10241, section 2.4. It is GPipe's arithmetic in another order. Any
 optimizer. Weight copies: 1. A micro-batch is held from F to W: of min(M, 2S − 1) micro-batches at every stage. Bubble:
-(S − 1)(F + I − 2W), in units of time, which is none if all three take as long. A stage that cannot be split does all of
-B in I (`pipe.unsplit` says which, and why); with a store or `vectorize=`, all do.
+(S − 1)(F + I − 2W), in units of time, which is 0 if all three take equally long. A stage that cannot be split does all
+of B in I (`pipe.unsplit` says which, and why); with a store or `vectorize=`, all do.
 """
 
 from __future__ import annotations
