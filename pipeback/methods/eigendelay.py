@@ -5,9 +5,9 @@
             g̃ = Uᵀ·G·V,  m̃ = Uᵀ·m·V,  v ← β₂·v + (1 − β₂)·g̃²
     turn    v ← (U′ᵀ·U)²·v·(Vᵀ·V′)², squares by entry, when the second bases U′, V′ follow the first ones
     over    c = 1 / max(1, v̂/mean(v̂))  where D > 0, else 1      sharp directions are left to stages with short delays
-    spike   p = β₁^D·m̃̂ + (1 − β₁^D)·g̃                            what is late does not wait for momentum as well
+    spike   z = β₁^D·m̃̂ + (1 − β₁^D)·g̃                            what is late does not wait for momentum as well
     rate    η_s = κ·η / (1 + D)^p
-    U       w ← w − η_s·(λ·w + U·[c·p/(√v̂ + ε)]·Vᵀ)
+    update  w ← w − η_s·(λ·w + U·[c·z/(√v̂ + ε)]·Vᵀ)
     F       on ŵ = w − η_s·Σ_{j=1…D} β₁ʲ·U·[c·m̃̂/(√v̂ + ε)]·Vᵀ    what momentum has already committed to
     B       on w_t, or with `stash` on what F used
 
@@ -17,7 +17,7 @@ coordinates are if those of the old ones are not correlated; `second_moment` nam
 max(g̃², m̃̂²), "anew" with g̃² alone, which bounds no step where that one gradient is nearly 0 and m is not, and "kept"
 leaves v as it is. Vectors, and sides longer than `largest`, have no basis; where a weight has none at all, c = 1. With
 `block`, a side that is a multiple of it has a basis per so many rows or columns, such as the heads of an attention: L,
-R, U and V are block-diagonal. F is the forward, B the backward, U the update; D is the stage's delay in updates.
+R, U and V are block-diagonal. F is the forward, B the backward; D is the stage's delay in updates.
 Constants: β_s = 0.99, refresh = 10, refresh_by_delay = 0, κ = 4, p = 1. Each part can be switched off: `sides`, `over`,
 `spike`, `predict`, and `power=0, scale=1` for the rate.
 
