@@ -11,7 +11,7 @@ average steps, entry by entry. C is the size of such a step, t the number of the
 so far; π = 1 at the first update, and where η_max = 0. The forward F runs on w_t, the backward B on w_F.
 
 Barkai, Hakimi and Schuster, ICLR 2020 (arXiv 1909.10802), section 4, and the code of FTPipe (ATC 2021), which also has
-the form for Adam; Γ there was not read. Any optimizer; with weight decay one of torch's elementwise ones.
+the form for Adam; which Γ they use was not looked up. Any optimizer; with weight decay one of torch's elementwise ones.
 Weight copies: D + 2, one per version in flight, D the stage's delay in updates; r is one more copy as state.
 """
 
